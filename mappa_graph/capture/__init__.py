@@ -1,0 +1,1 @@
+"""From the callback events of a LangGraph app to records: snapshots, run tree, joins, lineage, coaching."""

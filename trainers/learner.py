@@ -1,0 +1,264 @@
+"""One policy in training: its weights, its optimizer, and the step.
+
+`score` gives the log-probs that the advantages need; `learn` makes the optimizer steps. When an update makes one step, the policy that
+scores is the policy that learns: `pi_old` is then the training forward itself, detached, and a batch that fits one micro-batch is
+computed once only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from mappa_graph.errors import TrainerError
+
+from .attention import takes_rows
+from .batch import Sample
+from .logprobs import check_head, pack_logprobs
+from .loss import policy_loss
+from .packing import Pack, padded_packs, tree_packs
+from .ranks import Alone
+from .settings import TrainerSettings
+from .tally import Tally
+from .weights import load_model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Scored:
+    """A policy's part of an update. Token tensors are per sample, `[L]`."""
+
+    samples: list[Sample]
+    batches: list[list[Pack]]
+    """Packs of each optimizer batch."""
+    old: list[torch.Tensor] | None = None
+    """`log pi_old`; None where it is the training forward's own."""
+    reference: list[torch.Tensor] | None = None
+    live: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Log-probs and entropies of the only pack, with their graph."""
+    advantages: list[torch.Tensor] = field(default_factory=list)
+    refused: str | None = None
+
+    @property
+    def packs(self) -> list[Pack]:
+        return [pack for batch in self.batches for pack in batch]
+
+    def kl(self) -> list[torch.Tensor]:
+        """`log pi_old - log pi_ref` per sample; zeros without a reference."""
+        if self.old is None or self.reference is None:
+            return [torch.zeros(len(s.completion_ids)) for s in self.samples]
+        return [(old - reference).cpu() for old, reference in zip(self.old, self.reference, strict=True)]
+
+
+class Learner:
+    """A trainable policy. `reference` is the frozen model of the KL, shared between policies that start from one folder."""
+
+    def __init__(
+        self, name: str, folder: Path, settings: TrainerSettings, device: torch.device, reference: PreTrainedModel | None, ranks: Alone
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        self.settings = settings
+        self.device = device
+        self.reference = reference
+        self.ranks = ranks
+        self.steps = 0
+        self.model = load_model(folder, torch.float32, device)
+        self.tree = settings.tree and prepare(self.model, name)
+        if settings.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.train()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        )
+
+    def plan(self, samples: Sequence[Sample], update: int) -> Scored:
+        """Samples split into optimizer batches (by a hash, so that their order has no effect) and packed."""
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        for sample in samples:
+            if max(max(sample.prompt_ids), max(sample.completion_ids)) >= vocabulary:
+                raise TrainerError(
+                    f"sample {sample.action_id} has a token id beyond the {vocabulary} of policy {self.name!r}",
+                    hint="it was sampled from a model with another tokenizer",
+                )
+        ordered = sorted(samples, key=lambda s: _shuffle_key(update, s))
+        count = self.settings.optimizer_batches
+        packs = tree_packs if self.tree else padded_packs
+        batches = []
+        for part in range(count):
+            chosen = list(range(part, len(ordered), count))
+            made = packs([ordered[i] for i in chosen], self.settings.micro_batch_tokens, self.device)
+            batches.append([_renumbered(pack, chosen) for pack in made])
+        return Scored(ordered, batches)
+
+    def score(self, scored: Scored) -> None:
+        """Fill in `old` and `reference` where the settings need them."""
+        settings = self.settings
+        one_step = settings.epochs == 1 and settings.optimizer_batches == 1
+        if settings.beta == 0.0 and one_step:
+            return
+        packs = scored.packs
+        if one_step and len(packs) == 1:
+            scored.live = self._forward(packs[0])
+            old = [scored.live[0].detach()]
+        else:
+            with torch.no_grad():
+                old = [self._forward(pack)[0] for pack in packs]
+        scored.old = _by_sample(packs, old, len(scored.samples))
+        if self.reference is not None:
+            with torch.no_grad():
+                reference = [self._forward(pack, self.reference)[0] for pack in packs]
+            scored.reference = _by_sample(packs, reference, len(scored.samples))
+        if not all(bool(k.isfinite().all()) for k in scored.kl()) or not all(bool(o.isfinite().all()) for o in scored.old):
+            scored.refused = "log-probs are not finite"
+
+    def learn(self, scored: Scored, tally: Tally) -> dict[str, float]:
+        """Optimizer steps over the scored batches; adds to the tally. Returns loss, grad_norm, lr, steps and tokens computed."""
+        for sample in scored.samples:
+            tally.add_action(sample)
+        losses, norms, refusals, steps = [], [], [], 0
+        lr = self.settings.lr_at(self.steps)
+        for _ in range(self.settings.epochs):
+            for packs in scored.batches:
+                tokens = float(self.ranks.sum(torch.tensor([float(sum(sum(p.lengths) for p in packs))], dtype=torch.float64))[0])
+                if tokens == 0.0:
+                    continue
+                lr = self.settings.lr_at(self.steps)
+                loss, norm, refusal = self._step(scored, packs, tokens, lr, tally)
+                if refusal is not None:
+                    refusals.append(refusal)
+                    continue
+                losses.append(loss)
+                norms.append(norm)
+                steps += norm > 0.0
+        scored.live = None
+        if refusals:
+            scored.refused = "; ".join(dict.fromkeys(refusals))
+        return {
+            "loss": sum(losses) / len(losses) if losses else 0.0,
+            "grad_norm": max(norms, default=0.0),
+            "lr": lr,
+            "steps": float(steps),
+            "refused": float(len(refusals)),
+            "computed_tokens": float(sum(p.tokens for p in scored.packs)),
+            "shared_tokens": float(sum(p.shared for p in scored.packs)),
+        }
+
+    def _step(self, scored: Scored, packs: Sequence[Pack], tokens: float, lr: float, tally: Tally) -> tuple[float, float, str | None]:
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros(1, dtype=torch.float64)
+        for pack in packs:
+            total += self._backward(scored, pack, tokens, tally)
+        self.ranks.add_gradients(self.parameters)
+        loss = float(self.ranks.sum(total)[0])
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            return loss, norm, f"loss {loss:.4g} and gradient norm {norm:.4g} are not both finite"
+        if norm > 0.0:  # a batch without signal must not move the weights by the optimizer's momentum
+            if norm > self.settings.grad_clip:
+                torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], self.settings.grad_clip / norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.steps += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm, None
+
+    def _backward(self, scored: Scored, pack: Pack, tokens: float, tally: Tally) -> float:
+        logprobs, entropy = scored.live or self._forward(pack)
+        chosen = [scored.samples[i] for i in pack.samples]
+        old = logprobs.detach() if scored.old is None else torch.cat([scored.old[i] for i in pack.samples])
+        engine = torch.tensor([p for s in chosen for p in s.engine_logprobs], device=self.device)
+        advantages = torch.cat([scored.advantages[i] for i in pack.samples]).to(self.device, logprobs.dtype)
+        out = policy_loss(
+            logprobs,
+            old,
+            engine,
+            advantages,
+            clip=self.settings.clip,
+            importance_cap=self.settings.importance_cap,
+            denominator=tokens,
+        )
+        out.loss.backward()
+        reference = old if scored.reference is None else torch.cat([scored.reference[i] for i in pack.samples])
+        owners = torch.tensor([tally.row[s.agent] for s in chosen]).repeat_interleave(torch.tensor(pack.lengths))
+        tally.add_tokens(
+            owners,
+            advantage=advantages,
+            kl=old - reference,
+            entropy=entropy,
+            ratio=out.ratio,
+            clipped=out.clipped,
+            weight=out.weight,
+            mismatch=engine - old,
+        )
+        return float(out.loss.detach())
+
+    def _forward(self, pack: Pack, model: PreTrainedModel | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        half = self.settings.dtype == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext():
+            return pack_logprobs(model or self.model, pack)
+
+    def logprobs(self, sample: Sample) -> list[float]:
+        """Log-probs of a sample's completion under the present weights."""
+        with torch.no_grad():
+            packs = (tree_packs if self.tree else padded_packs)([sample], self.settings.micro_batch_tokens, self.device)
+            values: list[float] = self._forward(packs[0])[0].tolist()
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the weights."""
+        return {"optimizer": self.optimizer.state_dict(), "steps": self.steps}
+
+    def restore(self, weights: PreTrainedModel, state: dict[str, Any]) -> None:
+        """Take over weights and optimizer state."""
+        self.model.load_state_dict(weights.state_dict())
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = int(state["steps"])
+
+
+def prepare(model: PreTrainedModel, name: str) -> bool:
+    """Check the head, and switch the model to attention over rows if it can take them; says so where it can't."""
+    ids = [1 % model.config.vocab_size, 0, 1 % model.config.vocab_size]
+    pair = [Sample("", "", "", str(i), tuple(ids), (i, 0, 1 % model.config.vocab_size), (0.0,) * 3, ret=0.0) for i in (0, 1)]
+    (alone,) = padded_packs(pair, 1 << 20, model.device)
+    (fork,) = tree_packs(pair, 1 << 20, model.device)
+    check_head(model, alone)
+    if alone.samples != fork.samples:
+        (alone,) = padded_packs([pair[i] for i in fork.samples], 1 << 20, model.device)
+    reason = takes_rows(model, fork, alone)
+    if reason is not None:
+        log.warning("policy %s (%s) can't share prefixes and is trained on padded rows: %s", name, type(model).__name__, reason)
+    return reason is None
+
+
+def _shuffle_key(update: int, sample: Sample) -> bytes:
+    return hashlib.sha256(f"{update}\0{sample.episode}\0{sample.action_id}".encode()).digest()
+
+
+def _renumbered(pack: Pack, chosen: Sequence[int]) -> Pack:
+    return Pack(**{**pack.__dict__, "samples": tuple(chosen[i] for i in pack.samples)})
+
+
+def _by_sample(packs: Sequence[Pack], values: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    out: list[torch.Tensor] = [torch.empty(0)] * count
+    for i, part in _parts(packs, values):
+        out[i] = part
+    return out
+
+
+def _parts(packs: Sequence[Pack], values: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    for pack, tokens in zip(packs, values, strict=True):
+        yield from zip(pack.samples, tokens.split(list(pack.lengths)), strict=True)
