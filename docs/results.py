@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mappa_graph.cli import load_environment
+from mappa_graph.commands.options import load_environment
 from mappa_graph.config import RunConfig, load_config
 from mappa_graph.configs import find
 from mappa_graph.trainers.checkpoint import trained_weights

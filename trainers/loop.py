@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from mappa_graph.store import TraceStore
 from .batch import Sample, samples_from_trace
 from .checkpoint import prune, save_checkpoint
 from .metrics import count_scores, row_of, shuffle_scores, write_metrics
+from .publishing import publish
 from .scores import Watch, asked, calibrate, measure
 
 if TYPE_CHECKING:
@@ -194,22 +194,6 @@ def _samples(run: Run, traces: Sequence[EpisodeTrace], iteration: int) -> tuple[
         samples.extend(found)
         left_out.update(missing)
     return samples, left_out
-
-
-async def publish(run: Run, version: int) -> None:
-    """New weights of every trained policy into the running gateway, as version = iteration, then a checkpoint of all of it."""
-    if run.config.train.control == "no_training":
-        return
-    for policy in run.policies:
-        weights = await asyncio.to_thread(run.trainer.save_weights, policy, run.folder / "weights" / policy / f"v{version}")
-        await run.gateway.publish(policy, weights, version=version, canary=run.trainer.canary(policy))
-        _drop_old_weights(run.folder / "weights" / policy, keep=version)
-
-
-def _drop_old_weights(folder: Path, *, keep: int) -> None:
-    for old in folder.glob("v*"):
-        if old.name[1:].isdigit() and int(old.name[1:]) < keep - 1:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 async def _evaluate(run: Run, iteration: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mappa_graph.coach.base import Coach
 from mappa_graph.coach.make import make_coach
@@ -26,13 +26,12 @@ from mappa_graph.rollout import Job, Runner, Sampling
 from mappa_graph.store import TraceStore
 
 from .checkpoint import load_latest, trained_weights
-from .loop import Progress, Run, iterate, publish
+from .engines import make_engine
+from .loop import Progress, Run, iterate
 from .metrics import write_json, write_metrics
 from .models import resolve_model
+from .publishing import publish
 from .scores import check_strata, per_episode
-
-if TYPE_CHECKING:
-    from mappa_graph.gateway.local import LocalEngine
 
 
 def train(
@@ -136,18 +135,6 @@ async def open_run(
                 if progress.iteration:
                     await publish(run, progress.iteration)
                 yield run
-
-
-def make_engine(config: RunConfig, models: Mapping[str, Path]) -> LocalEngine:
-    from mappa_graph.gateway.local import LocalEngine
-
-    return LocalEngine(
-        models,
-        dtype=config.engine.dtype,
-        device=config.engine.device,
-        max_batch_tokens=config.engine.max_batch_tokens,
-        threads=config.engine.threads,
-    )
 
 
 def make_runner(environment: Environment, config: RunConfig, url: str, store: TraceStore) -> Runner:

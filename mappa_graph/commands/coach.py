@@ -23,15 +23,15 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from .config import CoachConfig, RunConfig, load_config
-from .configs import find
-from .errors import ConfigError
+from ..config import CoachConfig, RunConfig, load_config
+from ..configs import find
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from .coach import AgentCard, Case, Coach
-    from .environment import Environment
-    from .record import EpisodeTrace
-    from .store import TraceStore
+    from ..coach import AgentCard, Case, Coach
+    from ..environment import Environment
+    from ..record import EpisodeTrace
+    from ..store import TraceStore
 
 Loader = Callable[[RunConfig], "Environment"]
 
@@ -172,7 +172,7 @@ def coach_app(load_environment: Loader) -> typer.Typer:
 
         Example: `mappa-graph coach better runs/mine --out better.jsonl`
         """
-        from .coach import better_actions
+        from ..coach import better_actions
 
         with _store(run, read_only=True) as store:
             rows = better_actions(store.traces(split=_split(split), iteration=iteration))
@@ -185,7 +185,7 @@ def coach_app(load_environment: Loader) -> typer.Typer:
 async def _score(
     folder: Path, store: TraceStore, judging: Judging, split: str | None, iteration: int | None, again: bool, nodes: bool, quiet: bool
 ) -> None:
-    from .coach import UnscoredWatch, score_pending
+    from ..coach import UnscoredWatch, score_pending
 
     config, console = judging.config, Console()
     done = 0
@@ -237,9 +237,9 @@ async def _score(
 async def _validate(
     judging: Judging, traces: Sequence[EpisodeTrace], labels: Path | None, stored: bool, twice: int, episodes: int, seed: int
 ) -> tuple[dict[str, Any], str]:
-    from .coach import position_effects, self_agreement, validate
-    from .coach.validation import compare, read_labels, summary
-    from .record import Verdict
+    from ..coach import position_effects, self_agreement, validate
+    from ..coach.validation import compare, read_labels, summary
+    from ..record import Verdict
 
     groups = [_cases(trace, judging) for trace in traces]
     cases = [case for group in groups for case in group]
@@ -274,8 +274,8 @@ async def _validate(
 
 
 def _cases(trace: EpisodeTrace, judging: Judging, *, hindsight: bool | None = None) -> list[Case]:
-    from .coach import cases_for
-    from .coach.pending import as_generated
+    from ..coach import cases_for
+    from ..coach.pending import as_generated
 
     when = judging.config.when
     cases = cases_for(
@@ -297,8 +297,8 @@ def _judging(
     model: str | None,
     overrides: Sequence[str] | None,
 ) -> Judging:
-    from .coach import AgentCard
-    from .coach.make import make_coach
+    from ..coach import AgentCard
+    from ..coach.make import make_coach
 
     path = find(config) if config is not None else _folder(run) / "config.yaml"
     settings = _settings(path if path.exists() else None, coach, model, overrides or [])
@@ -371,7 +371,7 @@ def _split(name: str) -> str | None:
 
 
 def _store(run: Path, *, read_only: bool) -> TraceStore:
-    from .store import TraceStore
+    from ..store import TraceStore
 
     path = run if run.is_file() else run / "trace.db"
     if not path.is_file():
