@@ -20,7 +20,7 @@ from .errors import ConfigError
 from .sections.base import Section
 from .sections.coach import CoachConfig
 from .sections.engine import EngineConfig, GatewayConfig
-from .sections.loop import CheckpointConfig, EvaluateConfig
+from .sections.loop import CheckpointConfig, EvaluateConfig, LoopConfig
 from .sections.rollout import EnvironmentConfig, RolloutConfig
 from .sections.train import TrainConfig
 
@@ -39,6 +39,7 @@ class RunConfig(Section):
     coach: CoachConfig = CoachConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
+    loop: LoopConfig = LoopConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -16,7 +16,7 @@ from typing import Any
 from .agent import Agent
 from .coach.base import AgentCard
 from .errors import ConfigError, EpisodeError, TaskError
-from .record import Outcome
+from .record import EpisodeTrace, Outcome
 
 Grade = Callable[["Task", Any], Outcome | float | bool | Awaitable[Outcome | float | bool]]
 Tasks = Sequence["Task"] | Mapping[str, Sequence["Task"]] | Callable[[str], Sequence["Task"]]
@@ -56,6 +56,8 @@ class Environment:
         demonstrations: makes the examples (`{"agent", "messages", "completion"}`) that model "tiny" is warm-started on.
         deadlines: time limits in seconds that must each be shorter than an episode's, by the name of their setting, e.g.
             `{"cell_timeout_s": 60}`.
+        metrics: `metrics(traces)` -> name -> number, what an evaluation says beside accuracy (`{"fair_f1": 0.61}`); a checkpoint can be
+            chosen by one of them.
         facts: what a report should say of the environment once it ran, e.g. `{"isolation": "bubblewrap"}`.
     """
 
@@ -71,6 +73,7 @@ class Environment:
     rules: Sequence[Callable[..., Any]] = ()
     demonstrations: Callable[[], Sequence[Mapping[str, Any]]] | None = None
     facts: Callable[[], Mapping[str, Any]] | None = None
+    metrics: Callable[[Sequence[EpisodeTrace]], Mapping[str, float]] | None = None
     deadlines: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

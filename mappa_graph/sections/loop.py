@@ -25,3 +25,7 @@ class CheckpointConfig(Section):
 
     every: int = Field(default=1, ge=1)
     keep_last: int = Field(default=2, ge=1)
+
+
+class LoopConfig(Section):
+    """How iterations follow each other."""

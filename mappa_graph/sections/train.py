@@ -9,10 +9,37 @@ from pydantic import Field, model_validator
 from .base import Section
 
 
+class LoraPolicy(Section):
+    """What a policy's adapter has that differs from the others'; None = as the others."""
+
+    rank: int | None = Field(default=None, ge=1)
+    alpha: float | None = Field(default=None, gt=0)
+    targets: Literal["all-linear"] | tuple[str, ...] | None = None
+
+
+class LoraConfig(Section):
+    """Low-rank adapters, one a policy, on one base model in memory. Scaling is alpha / rank."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Module names, as PEFT takes them."""
+    policies: dict[str, LoraPolicy] = Field(default_factory=dict)
+    """By policy name."""
+
+    def of(self, policy: str) -> LoraConfig:
+        """The settings of one policy, its own put over the common ones."""
+        own = self.policies.get(policy)
+        changed = {} if own is None else {k: v for k, v in own.model_dump().items() if v is not None}
+        return self.model_copy(update={**changed, "policies": {}})
+
+
 class TrainConfig(Section):
     """From scores to weights; see `trainers/returns.py` and `trainers/loss.py` for the formulas."""
 
     iterations: int = Field(default=25, ge=0)
+    lora: LoraConfig | None = None
+    """Train adapters instead of whole weights."""
     lr: float = Field(default=1e-6, gt=0)
     beta: float = Field(default=0.01, ge=0)
     gamma: float = Field(default=0.5, ge=0, le=1)
