@@ -7,10 +7,9 @@ have to be kept rather than lose the record, so the quick path (`orjson`, where 
 from __future__ import annotations
 
 import json
-import sys
+import struct
 import zlib
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ except ImportError:
     orjson = None  # type: ignore[assignment]
 
 _DEFLATE_FROM = 512
-_SWAP = sys.byteorder == "big"
 
 
 def encode(value: Any) -> bytes:
@@ -56,36 +54,29 @@ def load(data: bytes) -> Any:
     return decode(zlib.decompress(memoryview(data)[1:]) if data[:1] == b"z" else data)
 
 
-def pack_ids(ids: Iterable[int]) -> bytes:
-    return _pack(array("i", ids))
+def pack_ids(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}i", *ids)
 
 
 def unpack_ids(data: bytes) -> tuple[int, ...]:
-    return tuple(_unpack("i", data))
+    return struct.unpack(f"<{len(data) // 4}i", data)
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
     """Four bytes a number where they hold it exactly (engines compute in float32), eight otherwise; the first byte says which."""
-    narrow, wide = array("f", values), array("d", values)
-    kind = "f" if narrow.tolist() == wide.tolist() else "d"
-    return kind.encode() + _pack(narrow if kind == "f" else wide)
+    n = len(values)
+    try:
+        narrow = struct.pack(f"<{n}f", *values)
+        if struct.unpack(f"<{n}f", narrow) == tuple(values):
+            return b"f" + narrow
+    except OverflowError:
+        pass
+    return b"d" + struct.pack(f"<{n}d", *values)
 
 
 def unpack_floats(data: bytes) -> tuple[float, ...]:
-    return tuple(_unpack(data[:1].decode(), data[1:]))
-
-
-def _pack(values: array[Any]) -> bytes:
-    if _SWAP:
-        values.byteswap()
-    return values.tobytes()
-
-
-def _unpack(kind: str, data: bytes) -> array[Any]:
-    values = array(kind, data)
-    if _SWAP:
-        values.byteswap()
-    return values
+    kind = data[:1].decode()
+    return struct.unpack(f"<{(len(data) - 1) // (4 if kind == 'f' else 8)}{kind}", memoryview(data)[1:])
 
 
 def _plain(value: Any) -> Any:

@@ -66,6 +66,14 @@ def connect(path: Path, *, read_only: bool, busy_timeout_s: float) -> sqlite3.Co
         return _connect(f"{where}?immutable=1", path, True, busy_timeout_s)
 
 
+def connect_quick(path: Path) -> sqlite3.Connection:
+    """One more connection to a trace store that is open for writing: it never waits for a lock, and makes no checkpoints."""
+    db = sqlite3.connect(path, timeout=0.0, check_same_thread=False, isolation_level=None)
+    db.execute("PRAGMA synchronous = NORMAL")
+    db.execute("PRAGMA wal_autocheckpoint = 0")
+    return db
+
+
 def way_out(error: BaseException) -> str | None:
     """What a user can do about an error of SQLite."""
     text = str(error)

@@ -11,9 +11,7 @@ ids spell out the text, so a call whose texts the hook changed is kept without i
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import queue
 import sqlite3
 import threading
 import time
@@ -25,17 +23,16 @@ from types import TracebackType
 from typing import Any, cast
 
 from .codec import dump, load, pack_floats, pack_ids, read_call, read_episode, read_steps, write_steps
-from .database import connect, way_out
+from .database import connect, connect_quick, way_out
 from .errors import StoreError
 from .record import Call, Episode, EpisodeStatus, EpisodeTrace, Failure, Outcome, Verdict, from_json, to_json
+from .writer import CallWriter
 
-SCHEMA = 1
-_APPLICATION = 0x4D415050
 _PAGE = 256
 _TRACE_PAGE = 16
-_GROUP = 512
 
 _CALL = "id, idx, policy, version, agent, episode, finish_reason, started, ended, prompt_ids, completion_ids, logprobs, payload"
+_INSERT_CALL = f"INSERT OR REPLACE INTO calls ({_CALL}) VALUES ({','.join('?' * 13)})"
 _COUNTED = ("episodes", "calls", "actions", "verdicts", "outcomes", "failures", "trained")
 
 
@@ -64,12 +61,12 @@ class TraceStore:
         self.read_only = read_only
         self._redact = redact
         self._lock = threading.RLock()
-        self._handover = threading.Lock()
-        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
-        self._writer: threading.Thread | None = None
         self._closed = False
         with self._guard("open"):
             self._db = connect(self.path, read_only=read_only, busy_timeout_s=busy_timeout_s)
+        # A hook of the user's may take its time; it is not for an event loop.
+        quick = None if read_only or redact is not None else lambda: connect_quick(self.path)
+        self._writer = CallWriter(self._call_row, self._insert_calls, quick, _INSERT_CALL)
 
     # -- calls
 
@@ -83,19 +80,14 @@ class TraceStore:
 
     def _insert_calls(self, rows: Sequence[tuple[Any, ...]]) -> None:
         with self._write("write calls") as db:
-            db.executemany(f"INSERT OR REPLACE INTO calls ({_CALL}) VALUES ({','.join('?' * 13)})", rows)
+            db.executemany(_INSERT_CALL, rows)
 
     async def aadd_calls(self, calls: Sequence[Call]) -> None:
         """Keeps calls without blocking the event loop; awaiters of the same moment share one transaction (group commit)."""
-        pending = _Pending(calls, asyncio.get_running_loop())
-        # Not the lock of the connection: the loop must not wait for a commit that runs.
-        with self._handover:
-            self._check_open()
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._group_commit, name="mappa-store", daemon=True)
-                self._writer.start()
-            self._queue.put(pending)
-        await pending.done
+        done = self._writer.add(calls)
+        if done is None:
+            raise self._is_closed()
+        await done
 
     def call(self, id: str, index: int = 0) -> Call | None:
         row = self._one(f"SELECT {_CALL} FROM calls WHERE id = ? AND idx = ?", (id, index))
@@ -252,15 +244,9 @@ class TraceStore:
 
     def close(self) -> None:
         """Commits what waits and closes the file. A second close does nothing."""
-        with self._handover:
-            if self._closed:
-                return
-            self._closed = True
-            writer = self._writer
-            self._queue.put(None)
-        if writer is not None and writer is not threading.current_thread():
-            writer.join()
+        self._writer.close()
         with self._lock, self._guard("close"):
+            self._closed = True
             self._db.close()
 
     def __enter__(self) -> TraceStore:
@@ -330,7 +316,10 @@ class TraceStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreError(f"trace store {self.path} is closed")
+            raise self._is_closed()
+
+    def _is_closed(self) -> StoreError:
+        return StoreError(f"trace store {self.path} is closed")
 
     @contextlib.contextmanager
     def _guard(self, doing: str) -> Iterator[None]:
@@ -344,8 +333,7 @@ class TraceStore:
         if self.read_only:
             raise StoreError(f"can't {doing} in trace store {self.path}: it was opened read-only")
         with self._lock, self._guard(doing):
-            if self._closed and threading.current_thread() is not self._writer:
-                self._check_open()
+            self._check_open()
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
@@ -364,56 +352,6 @@ class TraceStore:
         with self._lock, self._guard("read"):
             self._check_open()
             return cast("tuple[Any, ...] | None", self._db.execute(sql, values).fetchone())
-
-    def _group_commit(self) -> None:
-        """The writer thread: one transaction for all that waits."""
-        open_ = True
-        while open_:
-            group = [self._queue.get()]
-            while len(group) < _GROUP and not self._queue.empty():
-                group.append(self._queue.get())
-            rows: list[tuple[Any, ...]] = []
-            waiting: list[_Pending] = []
-            for pending in group:
-                if pending is None:
-                    open_ = False
-                    continue
-                # A call that can't be written down is its own awaiter's error, not that of the whole group.
-                try:
-                    rows.extend([self._call_row(call) for call in pending.calls])
-                    waiting.append(pending)
-                except Exception as failed:  # noqa: BLE001  the awaiter gets it
-                    pending.resolve(failed)
-            error: BaseException | None = None
-            try:
-                if rows:
-                    self._insert_calls(rows)
-            except Exception as failed:  # noqa: BLE001  every awaiter gets it
-                error = failed
-            for pending in waiting:
-                pending.resolve(error)
-
-
-class _Pending:
-    """Calls whose writer awaits their commit."""
-
-    def __init__(self, calls: Sequence[Call], loop: asyncio.AbstractEventLoop) -> None:
-        self.calls = calls
-        self.loop = loop
-        self.done: asyncio.Future[None] = loop.create_future()
-
-    def resolve(self, error: BaseException | None) -> None:
-        # A loop that was closed meanwhile has nobody waiting on it.
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self._set, error)
-
-    def _set(self, error: BaseException | None) -> None:
-        if self.done.done():
-            return
-        if error is None:
-            self.done.set_result(None)
-        else:
-            self.done.set_exception(error)
 
 
 def _where(split: str | None, iteration: int | None, status: str | None) -> tuple[str, list[Any]]:

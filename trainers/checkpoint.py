@@ -70,11 +70,13 @@ def load_latest(root: Path | str) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def trained_weights(run: Path | str, step: str | int = "last") -> dict[str, Path]:
+def trained_weights(run: Path | str, step: str | int = "last", *, merged: bool = True) -> dict[str, Path]:
     """Policy -> model folder, from the checkpoints of a run's folder.
 
     Args:
         step: "last", "best" (the iteration that the newest checkpoint's own state calls the best), or a number.
+        merged: adapters come merged into their base, as ordinary model folders (made when first asked for, in the run's `merged/`);
+            False gives their own PEFT folders.
     """
     root = Path(run) / "checkpoints"
     found = load_latest(root)
@@ -95,7 +97,20 @@ def trained_weights(run: Path | str, step: str | int = "last") -> dict[str, Path
         except TrainerError as error:
             kept = ", ".join(str(int(f.name[5:13])) for f in reversed(_newest_first(root)))
             raise TrainerError(f"checkpoint {step} of run {run} can't be used: {error}", hint=f"kept are: {kept}") from error
-    return {p.name: p for p in sorted((folder / POLICIES).iterdir()) if p.is_dir()}
+    found_folders = {p.name: p for p in sorted((folder / POLICIES).iterdir()) if p.is_dir()}
+    return {p: _merged(Path(run), p, f) if merged else f for p, f in found_folders.items()}
+
+
+def _merged(run: Path, policy: str, folder: Path) -> Path:
+    adapter = folder / "adapter_model.safetensors"
+    if not adapter.is_file():
+        return folder
+    target = run / "merged" / policy / _fingerprint(adapter)["sha256"][:16]
+    if not target.is_dir():
+        from .lora import merge
+
+        merge(folder, target)
+    return target
 
 
 def verify(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,13 +23,16 @@ from mappa_graph.errors import TrainerError
 
 from .attention import takes_rows
 from .batch import Sample
-from .logprobs import check_head, pack_logprobs
+from .logprobs import check_head
 from .loss import policy_loss
 from .packing import Pack, padded_packs, tree_packs
 from .ranks import Alone
 from .settings import TrainerSettings
+from .sharding import compute, gathered, like
 from .tally import Tally
-from .weights import load_model
+
+if TYPE_CHECKING:
+    from .bodies import Body
 
 log = logging.getLogger(__name__)
 
@@ -61,30 +64,25 @@ class Scored:
 
 
 class Learner:
-    """A trainable policy. `reference` is the frozen model of the KL, shared between policies that start from one folder."""
+    """A trainable policy: a body (`bodies`, `lora`), its optimizer, and how many steps were made."""
 
-    def __init__(
-        self, name: str, folder: Path, settings: TrainerSettings, device: torch.device, reference: PreTrainedModel | None, ranks: Alone
-    ) -> None:
+    def __init__(self, name: str, body: Body, settings: TrainerSettings, device: torch.device, ranks: Alone) -> None:
         self.name = name
-        self.folder = folder
+        self.body = body
         self.settings = settings
         self.device = device
-        self.reference = reference
         self.ranks = ranks
         self.steps = 0
-        self.model = load_model(folder, torch.float32, device)
-        self.tree = settings.tree and prepare(self.model, name)
-        if settings.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            self.model.train()
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.model = body.model
+        self.tree = body.tree
+        self.reference = body.frozen
+        self.parameters = body.parameters
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
 
-    def plan(self, samples: Sequence[Sample], update: int) -> Scored:
-        """Samples split into optimizer batches (by a hash, so that their order has no effect) and packed."""
+    def check(self, samples: Sequence[Sample]) -> None:
+        """Raises TrainerError for a sample that this policy can't be trained on."""
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         for sample in samples:
             if max(max(sample.prompt_ids), max(sample.completion_ids)) >= vocabulary:
@@ -92,21 +90,40 @@ class Learner:
                     f"sample {sample.action_id} has a token id beyond the {vocabulary} of policy {self.name!r}",
                     hint="it was sampled from a model with another tokenizer",
                 )
-        ordered = sorted(samples, key=lambda s: _shuffle_key(update, s))
+
+    def plan(self, samples: Sequence[Sample], update: int) -> Scored:
+        """Samples split into optimizer batches (by a hash, so that neither order nor ranks have an effect) and packed."""
+        self.check(samples)
+        keyed = sorted((_shuffle_key(update, s), n) for n, s in enumerate(samples))
+        ordered = [samples[n] for _, n in keyed]
         count = self.settings.optimizer_batches
-        packs = tree_packs if self.tree else padded_packs
+        place = {key: at for at, key in enumerate(self.ranks.union(key for key, _ in keyed))} if count > 1 else {}
+        part = [place.get(key, 0) % count for key, _ in keyed]
         batches = []
-        for part in range(count):
-            chosen = list(range(part, len(ordered), count))
-            made = packs([ordered[i] for i in chosen], self.settings.micro_batch_tokens, self.device)
+        for number in range(count):
+            chosen = [i for i, p in enumerate(part) if p == number]
+            made = self._packs([ordered[i] for i in chosen])
             batches.append([_renumbered(pack, chosen) for pack in made])
+        if self.body.sharded:
+            self._even_out(batches)
         return Scored(ordered, batches)
+
+    def _packs(self, samples: Sequence[Sample]) -> list[Pack]:
+        return (tree_packs if self.tree else padded_packs)(samples, self.settings.micro_batch_tokens, self.device)
+
+    def _even_out(self, batches: Sequence[list[Pack]]) -> None:
+        """As many packs on every rank: the shards of a model meet in every forward and backward. The added ones have no trainable token."""
+        most = self.ranks.max(torch.tensor([len(packs) for packs in batches], dtype=torch.float64))
+        for packs, count in zip(batches, most.tolist(), strict=True):
+            if len(packs) < count:
+                (idle,) = self._packs([Sample("", "", "", "idle", (0,), (0,), (0.0,))])
+                packs.extend([Pack(**{**idle.__dict__, "samples": (), "lengths": (), "tokens": 0})] * (int(count) - len(packs)))
 
     def score(self, scored: Scored) -> None:
         """Fill in `old` and `reference` where the settings need them."""
         settings = self.settings
         one_step = settings.epochs == 1 and settings.optimizer_batches == 1
-        if settings.beta == 0.0 and one_step:
+        if settings.beta == 0.0 and one_step:  # pi_old is the training forward's own, and nobody asks for the KL
             return
         packs = scored.packs
         if one_step and len(packs) == 1:
@@ -118,7 +135,7 @@ class Learner:
         scored.old = _by_sample(packs, old, len(scored.samples))
         if self.reference is not None:
             with torch.no_grad():
-                reference = [self._forward(pack, self.reference)[0] for pack in packs]
+                reference = [self._forward(pack, reference=True)[0] for pack in packs]
             scored.reference = _by_sample(packs, reference, len(scored.samples))
         if not all(bool(k.isfinite().all()) for k in scored.kl()) or not all(bool(o.isfinite().all()) for o in scored.old):
             scored.refused = "log-probs are not finite"
@@ -151,18 +168,23 @@ class Learner:
             "lr": lr,
             "steps": float(steps),
             "refused": float(len(refusals)),
-            "computed_tokens": float(sum(p.tokens for p in scored.packs)),
-            "shared_tokens": float(sum(p.shared for p in scored.packs)),
+            **dict(zip(("computed_tokens", "shared_tokens"), self._counted(scored), strict=True)),
         }
+
+    def _counted(self, scored: Scored) -> list[float]:
+        """Positions that were computed, and that were not because they are shared, over all ranks."""
+        sums = [float(sum(p.tokens for p in scored.packs)), float(sum(p.shared for p in scored.packs))]
+        return self.ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
 
     def _step(self, scored: Scored, packs: Sequence[Pack], tokens: float, lr: float, tally: Tally) -> tuple[float, float, str | None]:
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros(1, dtype=torch.float64)
         for pack in packs:
             total += self._backward(scored, pack, tokens, tally)
-        self.ranks.add_gradients(self.parameters)
+        if not self.body.sharded:  # shards have added theirs up
+            self.ranks.add_gradients(self.parameters)
         loss = float(self.ranks.sum(total)[0])
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
+        norm = _norm([p.grad for p in self.parameters if p.grad is not None])
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             return loss, norm, f"loss {loss:.4g} and gradient norm {norm:.4g} are not both finite"
@@ -171,13 +193,21 @@ class Learner:
                 torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], self.settings.grad_clip / norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
+            if self.settings.offload == "optimizer":
+                move_state(self.optimizer, self.device)
             self.optimizer.step()
+            if self.settings.offload == "optimizer":
+                move_state(self.optimizer, torch.device("cpu"))
             self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm, None
 
     def _backward(self, scored: Scored, pack: Pack, tokens: float, tally: Tally) -> float:
         logprobs, entropy = scored.live or self._forward(pack)
+        self.body.policy()  # a forward of long ago is gone through backwards in the state it was made in
+        if not pack.samples:
+            (0.0 * logprobs.sum()).backward()
+            return 0.0
         chosen = [scored.samples[i] for i in pack.samples]
         old = logprobs.detach() if scored.old is None else torch.cat([scored.old[i] for i in pack.samples])
         engine = torch.tensor([p for s in chosen for p in s.engine_logprobs], device=self.device)
@@ -206,27 +236,54 @@ class Learner:
         )
         return float(out.loss.detach())
 
-    def _forward(self, pack: Pack, model: PreTrainedModel | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, pack: Pack, *, reference: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         half = self.settings.dtype == "bfloat16"
+        runs = self.body.reference() if reference else self.body.policy()
         with torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext():
-            return pack_logprobs(model or self.model, pack)
+            return compute(runs, pack)
 
     def logprobs(self, sample: Sample) -> list[float]:
         """Log-probs of a sample's completion under the present weights."""
         with torch.no_grad():
-            packs = (tree_packs if self.tree else padded_packs)([sample], self.settings.micro_batch_tokens, self.device)
-            values: list[float] = self._forward(packs[0])[0].tolist()
+            values: list[float] = self._forward(self._packs([sample])[0])[0].tolist()
         return values
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the weights."""
-        return {"optimizer": self.optimizer.state_dict(), "steps": self.steps}
+        """What a checkpoint holds beside the weights: the same whatever the number of ranks, and however they share the work."""
+        optimizer = self.optimizer.state_dict()
+        whole = {i: {k: gathered(v) for k, v in entry.items()} for i, entry in optimizer["state"].items()}
+        return {"optimizer": {**optimizer, "state": whole}, "steps": self.steps}
 
-    def restore(self, weights: PreTrainedModel, state: dict[str, Any]) -> None:
-        """Take over weights and optimizer state."""
-        self.model.load_state_dict(weights.state_dict())
-        self.optimizer.load_state_dict(state["optimizer"])
+    def restore(self, folder: Path, state: dict[str, Any]) -> None:
+        """Take over weights from a folder, and optimizer state."""
+        saved = state["optimizer"]["state"]
+        if saved and set(saved) != set(range(len(self.parameters))):
+            raise TrainerError(
+                f"the optimizer state of policy {self.name!r} has {len(saved)} entries for {len(self.parameters)} parameters"
+            )
+        self.body.load(folder)
+        placed = {i: {k: _placed(v, self.parameters[i]) for k, v in entry.items()} for i, entry in saved.items()}
+        self.optimizer.load_state_dict({**state["optimizer"], "state": placed})
+        if self.settings.offload == "optimizer":
+            move_state(self.optimizer, torch.device("cpu"))
         self.steps = int(state["steps"])
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Moves an optimizer's moments; the step counts stay where they are."""
+    for entry in optimizer.state.values():
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                entry[key] = value.to(device)
+
+
+def _placed(value: Any, parameter: torch.nn.Parameter) -> Any:
+    return like(value, parameter) if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0 else value
+
+
+def _norm(gradients: Sequence[torch.Tensor]) -> float:
+    total = torch.nn.utils.get_total_norm(gradients)
+    return float(total.full_tensor() if hasattr(total, "full_tensor") else total)
 
 
 def prepare(model: PreTrainedModel, name: str) -> bool:
@@ -244,8 +301,8 @@ def prepare(model: PreTrainedModel, name: str) -> bool:
     return reason is None
 
 
-def _shuffle_key(update: int, sample: Sample) -> bytes:
-    return hashlib.sha256(f"{update}\0{sample.episode}\0{sample.action_id}".encode()).digest()
+def _shuffle_key(update: int, sample: Sample) -> str:
+    return hashlib.sha256(f"{update}\0{sample.episode}\0{sample.action_id}".encode()).hexdigest()
 
 
 def _renumbered(pack: Pack, chosen: Sequence[int]) -> Pack:

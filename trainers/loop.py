@@ -8,12 +8,12 @@ again from its own episodes, which the store still has.
 from __future__ import annotations
 
 import asyncio
-import random
+import functools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,9 @@ from mappa_graph.coach import Calibrator
 from mappa_graph.coach.base import Coach
 from mappa_graph.config import RunConfig
 from mappa_graph.display import Display
-from mappa_graph.environment import Environment, Task
-from mappa_graph.errors import CoachError, EpisodeError
-from mappa_graph.evaluation import evaluate
+from mappa_graph.environment import Environment
+from mappa_graph.errors import CoachError, ConfigError, EpisodeError
+from mappa_graph.evaluation import evaluate, measurable, measured
 from mappa_graph.gateway import Gateway
 from mappa_graph.record import EpisodeTrace
 from mappa_graph.rollout import Job, Runner, Sampling, failed_share, first_failure
@@ -31,12 +31,17 @@ from mappa_graph.store import TraceStore
 
 from .batch import Sample, samples_from_trace
 from .checkpoint import prune, save_checkpoint
-from .metrics import count_scores, row_of, shuffle_scores, write_metrics
+from .guards import Guard, keep_refused, refused_steps
+from .metrics import Batch, count_scores, row_of, shuffle_scores, write_metrics
+from .pipeline import Rollouts, fresh
 from .publishing import publish
+from .sampling import tasks_of
 from .scores import Watch, asked, calibrate, measure
+from .stopping import better, still_stopped, stop_of
+from .trackers import Trackers
 
 if TYPE_CHECKING:
-    from .trainer import ReinforceTrainer
+    from .trainer import ReinforceTrainer, Update
 
 
 @dataclass
@@ -87,6 +92,9 @@ class Run:
     trainer: ReinforceTrainer
     display: Display
     progress: Progress
+    trackers: Trackers
+    models: Mapping[str, Path]
+    """Folder of each trained policy's first weights."""
 
     @property
     def folder(self) -> Path:
@@ -98,56 +106,68 @@ class Run:
 
 
 async def iterate(run: Run) -> None:
-    """The loop. Each turn: roll out and coach, update every agent's weights, checkpoint, publish, evaluate."""
+    """The loop. Each turn: roll out and coach, update every agent's weights, publish, evaluate, checkpoint."""
     config, progress = run.config, run.progress
-    last = config.train.iterations
     calibrator = Calibrator(config.coach.calibrate)
     calibrator.restore(progress.calibration)
-    watch = Watch(progress.history)
+    watch, guard = Watch(progress.history), Guard(config.loop.alarms, progress.history)
+    stop = still_stopped(config, progress.history)
     if not progress.history:
-        await _record(run, {"iteration": 0, "agents": {}, "rollout": None, "heldout": await _evaluate(run, 0)})
-    while progress.iteration < last:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise asyncio.CancelledError  # asked for while something below was not listening
-        iteration = progress.iteration + 1
-        before = dict(progress.wall_s)
+        await _record(run, {"iteration": 0, "agents": {}, "rollout": None, "heldout": await _evaluate(run, 0, final=True)})
+    rollout = functools.partial(_rollout, run)
+    async with Rollouts(rollout, last=config.train.iterations, ahead=config.loop.pipeline) as rollouts:
+        while progress.iteration < config.train.iterations and stop is None:
+            _heed_cancelling()
+            iteration = progress.iteration + 1
+            before = dict(progress.wall_s)
 
-        with progress.timed("rollout"):
-            traces = await _rollout(run, iteration)
-        # The coach works beside the rollout, on its own thread: its time is counted apart, and is no part of the total.
-        progress.wall_s["coach"] += sum(v.duration_s for t in traces for v in asked(t, config.coach.unit))
-        samples, left_out = _samples(run, calibrate(traces, calibrator), iteration)
-        progress.calibration = calibrator.state()
-        with progress.timed("train"):
-            if config.train.control == "no_training":
-                update = None
-            else:
-                update = await asyncio.to_thread(run.trainer.update, samples)
-        with progress.timed("publish"):
-            await publish(run, iteration)
+            with progress.timed("rollout"):
+                traces = await rollouts.take(iteration)
+            rollouts.begin(iteration + 1)
+            # The coach works beside the rollout, on its own thread: its time is counted apart, and is no part of the total.
+            progress.wall_s["coach"] += sum(v.duration_s for t in traces for v in asked(t, config.coach.unit))
+            batch = _batch(run, calibrate(traces, calibrator), iteration)
+            progress.calibration = calibrator.state()
+            with progress.timed("train"):
+                update = await _update(run, batch, iteration)
+            with progress.timed("rollout"):
+                await rollouts.settle()
+            with progress.timed("publish"):
+                await publish(run, iteration)
 
-        progress.iteration = iteration
-        every = config.evaluate.every
-        due = iteration == last or (every and iteration % every == 0)
-        heldout = await _evaluate(run, iteration) if due else None
-        wall_s = {part: seconds - before.get(part, 0.0) for part, seconds in progress.wall_s.items()}
-        versions = run.gateway.versions()
-        coach = measure(traces, config.coach.unit)
-        coach["alarms"], warnings = watch.see(coach)
-        row = row_of(run.environment, versions, iteration, traces, samples, left_out, update, heldout, wall_s)
-        await _record(run, {**row, "coach": coach})
-        for warning in warnings:
-            run.display.note(f"iteration {iteration}: {warning}")
+            progress.iteration = iteration
+            row = row_of(run.environment, run.gateway.versions(), iteration, traces, batch, update)
+            row["heldout"] = await _evaluate(run, iteration) if _due(config, iteration) else None
+            row["coach"] = measure(traces, config.coach.unit)
+            row["coach"]["alarms"], warnings = watch.see(row["coach"])
+            alarms, new = guard.see(row)
+            row["alarms"] = [asdict(alarm) for alarm in alarms]
+            stop = stop_of(config, progress.history, row, alarms)
+            if stop is not None:
+                row["stop"], row["heldout"] = stop, await _evaluate(run, iteration, final=True)
+            row["wall_s"] = {part: round(seconds - before.get(part, 0.0), 3) for part, seconds in progress.wall_s.items()}
+            await _record(run, row)
+            for text in (*warnings, *(f"alarm {alarm.name}: {alarm.message}" for alarm in new)):
+                run.display.note(f"iteration {iteration}: {text}")
+    if stop is not None:
+        run.display.note(f"the run ended after iteration {progress.iteration}: {stop['message']}")
+
+
+def _heed_cancelling() -> None:
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError  # asked for while something below was not listening
 
 
 async def _rollout(run: Run, iteration: int) -> list[EpisodeTrace]:
     config = run.config.rollout
-    jobs = [
-        Job(task, split="train", iteration=iteration, sample=s)
-        for task in tasks_of(run.environment.split("train"), config.tasks, iteration, run.config.seed)
-        for s in range(config.samples)
-    ]
+    tasks = tasks_of(run.environment.split("train"), config.tasks, iteration, run.config.seed, run.config.loop)
+    jobs: list[Job] = []
+    drawn: Counter[str] = Counter()
+    for task in tasks:  # a task that is drawn twice gets other samples the second time
+        first = drawn[task.id] * config.samples
+        jobs += [Job(task, split="train", iteration=iteration, sample=first + s) for s in range(config.samples)]
+        drawn[task.id] += 1
     run.display.status(f"iteration {iteration}: {len(jobs)} episodes")
     sampling = Sampling(config.temperature, config.top_p, config.max_tokens)
     traces = await run.runner.run(jobs, sampling, run.coach, progress=lambda n, m: run.display.progress(n, m, "episodes"))
@@ -169,19 +189,8 @@ async def _rollout(run: Run, iteration: int) -> list[EpisodeTrace]:
     return traces
 
 
-def tasks_of(tasks: Sequence[Task], n: int, iteration: int, seed: int) -> list[Task]:
-    """The `n` tasks of an iteration: epochs over all tasks, each in an order of its own, cut into iterations."""
-    chosen: list[Task] = []
-    position = (iteration - 1) * n
-    while len(chosen) < n:
-        epoch, offset = divmod(position + len(chosen), len(tasks))
-        order = list(range(len(tasks)))
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-        chosen.extend(tasks[i] for i in order[offset : offset + n - len(chosen)])
-    return chosen
-
-
-def _samples(run: Run, traces: Sequence[EpisodeTrace], iteration: int) -> tuple[list[Sample], Counter[str]]:
+def _batch(run: Run, traces: Sequence[EpisodeTrace], iteration: int) -> Batch:
+    """What an update is made from. The trainer's weights are of version `iteration - 1`."""
     config = run.config.train
     if config.control == "shuffle_scores":
         traces = shuffle_scores(traces, seed=f"{run.config.seed}/{iteration}")
@@ -193,12 +202,45 @@ def _samples(run: Run, traces: Sequence[EpisodeTrace], iteration: int) -> tuple[
         )
         samples.extend(found)
         left_out.update(missing)
-    return samples, left_out
+    version = 0 if config.control == "no_training" else iteration - 1
+    kept, stale, ages = fresh(samples, traces, version, run.config.loop.max_staleness)
+    left_out.update(stale)
+    return Batch(kept, left_out, ages)
 
 
-async def _evaluate(run: Run, iteration: int) -> dict[str, Any]:
+async def _update(run: Run, batch: Batch, iteration: int) -> Update | None:
+    """The update; a batch of which it refused a step is kept for `mappa-graph replay`."""
+    if run.config.train.control == "no_training":
+        return None
+    update = await asyncio.to_thread(run.trainer.update, batch.samples)
+    if update.refused:
+        before = run.folder / "checkpoints" / f"step-{iteration - 1:08d}"
+        folder = await asyncio.to_thread(
+            keep_refused,
+            run.folder / "refused",
+            iteration,
+            batch.samples,
+            update.refused,
+            checkpoint=iteration - 1 if before.is_dir() else None,
+            models=run.models,
+            settings=run.config.dump(),
+            keep=run.config.loop.keep_refused,
+            save=run.trainer.save,
+        )
+        why = "; ".join(f"{policy}: {reason}" for policy, reason in sorted(update.refused.items()))
+        run.display.note(f"iteration {iteration}: refused ({why}). The batch is in {folder}; look into it: mappa-graph replay {run.folder}")
+    return update
+
+
+def _due(config: RunConfig, iteration: int) -> bool:
+    every = config.evaluate.every
+    return iteration == config.train.iterations or bool(every and iteration % every == 0)
+
+
+async def _evaluate(run: Run, iteration: int, *, final: bool = False) -> dict[str, Any]:
+    """Held-out evaluation: on all its tasks at the ends of a run, else on `between_tasks`. Episodes that were run already are not run again."""
     config = run.config.evaluate
-    ends = iteration in (0, run.config.train.iterations)
+    ends = final or iteration == run.config.train.iterations
     n = config.tasks if ends else config.between_tasks or config.tasks
     run.display.status(f"evaluating on {n} held-out tasks")
     with run.progress.timed("evaluate"):
@@ -207,6 +249,7 @@ async def _evaluate(run: Run, iteration: int) -> dict[str, Any]:
             split=config.split,
             tasks=n,
             samples=config.samples,
+            pass_ks=config.pass_at,
             temperature=config.temperature,
             max_tokens=run.config.rollout.max_tokens,
             iteration=iteration,
@@ -215,17 +258,40 @@ async def _evaluate(run: Run, iteration: int) -> dict[str, Any]:
     return found.to_dict()
 
 
+def _choose_best(run: Run, row: Mapping[str, Any]) -> bool:
+    """Whether the row's held-out metric is the best so far; remembers it. Raises `ConfigError` where there is no such metric."""
+    config, best, heldout = run.config.evaluate, run.progress.best, row.get("heldout")
+    if not heldout:
+        return False
+    value = measured(heldout, config.best_by)
+    if value is None:
+        # With no metric at all, the first weights may just never have got far enough to be measured.
+        if not run.progress.history and heldout["metrics"]:
+            raise ConfigError(
+                f"evaluate.best_by {config.best_by!r} is not what the held-out evaluation measures",
+                hint=f"it measures: {', '.join(measurable(heldout))}",
+            )
+        run.display.note(f"iteration {row['iteration']}: the evaluation has no {config.best_by}, by which the best checkpoint is chosen")
+        return False
+    if not better(value, best.get("value"), config):
+        return False
+    about = {"by": config.best_by, "is": config.best_is, "value": value, "accuracy": heldout["accuracy"], "n": heldout["n"]}
+    run.progress.best = {"iteration": row["iteration"], **about}
+    return True
+
+
 async def _record(run: Run, row: dict[str, Any]) -> None:
-    """Keeps a row: in the history, in a checkpoint, in `metrics.jsonl`, on the screen."""
+    """Keeps a row: in the history, in a checkpoint, in `metrics.jsonl`, in the trackers, on the screen."""
     progress, config = run.progress, run.config
+    is_best = _choose_best(run, row)
     progress.history.append(row)
-    heldout = row.get("heldout")
-    if heldout and heldout["accuracy"] > progress.best.get("accuracy", -1.0):
-        progress.best = {"iteration": row["iteration"], "accuracy": heldout["accuracy"], "n": heldout["n"]}
     root = run.folder / "checkpoints"
-    if row["iteration"] % config.checkpoint.every == 0 or row["iteration"] == config.train.iterations:
+    at = row["iteration"]
+    if is_best or "stop" in row or at % config.checkpoint.every == 0 or at == config.train.iterations:
         with progress.timed("train"):
-            await asyncio.to_thread(save_checkpoint, root, row["iteration"], run.trainer, progress.to_json())
-            prune(root, config.checkpoint.keep_last, keep=[progress.best["iteration"]] if progress.best else [])
+            await asyncio.to_thread(save_checkpoint, root, at, run.trainer, progress.to_json())
+            kept = [progress.best["iteration"]] if progress.best else []
+            prune(root, config.checkpoint.keep_last, keep=[*kept, *refused_steps(run.folder / "refused")])
     write_metrics(run.folder / "metrics.jsonl", progress.history)
+    run.trackers.log(row)
     run.display.iteration(row)

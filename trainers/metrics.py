@@ -6,7 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,17 @@ from .batch import Sample
 
 if TYPE_CHECKING:
     from .trainer import Update
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What an update is made from."""
+
+    samples: Sequence[Sample]
+    left_out: Counter[str]
+    """How many actions are not in it, by reason."""
+    ages: Mapping[str, Mapping[str, float]]
+    """By agent, how many versions older than the trainer's the weights were that its samples were made with."""
 
 
 def count_scores(traces: Sequence[EpisodeTrace]) -> tuple[int, int]:
@@ -38,13 +49,10 @@ def row_of(
     versions: Mapping[str, int],
     iteration: int,
     traces: Sequence[EpisodeTrace],
-    samples: Sequence[Sample],
-    left_out: Counter[str],
+    batch: Batch,
     update: Update | None,
-    heldout: Mapping[str, Any] | None,
-    wall_s: Mapping[str, float],
 ) -> dict[str, Any]:
-    """One row of `metrics.jsonl`."""
+    """One row of `metrics.jsonl`, as far as rollout and update tell it."""
     acted = behaviour(traces)
     agents: dict[str, dict[str, Any]] = {}
     for agent in environment.agents:
@@ -59,6 +67,7 @@ def row_of(
             "unscored": len(verdicts) - len(scores),
             "version": versions.get(agent.policy_name, 0),
             **acted.get(agent.name, {"actions": 0}),
+            **batch.ages.get(agent.name, {}),
             **{k: v for k, v in (update.metrics if update else {}).get(agent.name, {}).items() if k not in {"actions"}},
         }
     rollout = summarise(traces, mode="rollout")
@@ -72,12 +81,11 @@ def row_of(
             "accuracy": right / len(traces) if traces else 0.0,
             "failures": rollout.failures,
             "by_stratum": rollout.by_stratum,
-            "left_out": dict(left_out),
+            "score": None if rollout.score is None else round(rollout.score.value, 4),
+            "left_out": dict(batch.left_out),
         },
         "refused": dict(update.refused) if update else {},
-        "heldout": heldout,
-        "tokens": {"trained": update.tokens if update else 0, "retokenised": retokenised(traces, samples)},
-        "wall_s": {k: round(v, 3) for k, v in wall_s.items()},
+        "tokens": {"trained": update.tokens if update else 0, "retokenised": retokenised(traces, batch.samples)},
     }
 
 

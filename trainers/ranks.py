@@ -7,6 +7,7 @@ rank must hold the same policies and call `update` as often; a rank without samp
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ class Alone:
     """One process."""
 
     count = 1
+    rank = 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -23,8 +25,12 @@ class Alone:
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        return [value]
+
     def union(self, names: Iterable[Hashable]) -> list[Hashable]:
-        return sorted(set(names), key=repr)
+        return sorted({name for part in self.gather(list(names)) for name in part}, key=repr)
 
     def add_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Nothing to add."""
@@ -36,6 +42,7 @@ class Ranks(Alone):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.count = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self.device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -44,10 +51,10 @@ class Ranks(Alone):
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
-    def union(self, names: Iterable[Hashable]) -> list[Hashable]:
-        gathered: list[list[Hashable] | None] = [None] * self.count
-        dist.all_gather_object(gathered, list(names), group=self.group)
-        return super().union(name for part in gathered for name in part or ())
+    def gather(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.count
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
 
     def add_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Sum the gradients over ranks, in place and in one message per dtype; a parameter without one counts as zero."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mappa_graph.coach.base import Coach
 from mappa_graph.coach.make import make_coach
@@ -27,11 +28,17 @@ from mappa_graph.store import TraceStore
 
 from .checkpoint import load_latest, trained_weights
 from .engines import make_engine
+from .guards import rung
 from .loop import Progress, Run, iterate
 from .metrics import write_json, write_metrics
 from .models import resolve_model
 from .publishing import publish
+from .sampling import check_sampling
 from .scores import check_strata, per_episode
+from .trackers import Trackers, check_trackers
+
+if TYPE_CHECKING:
+    from .trainer import ReinforceTrainer
 
 
 def train(
@@ -61,8 +68,12 @@ async def atrain(
 ) -> dict[str, Any]:
     """`train` for callers that have an event loop already."""
     config = as_config(settings)
+    environment = freeze(environment, config.loop.frozen)
+    tasks = environment.split("train")
     if config.coach.calibrate != "none":
-        check_strata(config.coach.calibrate, environment.split("train"))
+        check_strata(config.coach.calibrate, tasks)
+    check_sampling(config.loop, tasks)
+    check_trackers(config.loop.trackers)
     coach = coach or make_coach(config.coach, environment.rules)
     with display or Display(quiet=True) as shown:
         prepare_folder(config)
@@ -77,6 +88,24 @@ async def atrain(
         write_report(config.run)
         shown.before_after(summary)
     return summary
+
+
+def freeze(environment: Environment, names: Sequence[str]) -> Environment:
+    """The environment with more of its agents frozen: those named, and those whose policy is named.
+
+    An agent that is frozen by its own name gives no samples; a policy that it shares with others still learns from theirs. Raises
+    `ConfigError` for a name that is neither an agent's nor a policy's, and where nobody would be left to learn.
+    """
+    known = {name: None for a in environment.agents for name in (a.name, a.policy_name)}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"loop.frozen names {name!r}, which is no agent or policy of the team", hint=f"there are: {', '.join(known)}")
+    agents = [replace(a, trainable=False) if {a.name, a.policy_name} & set(names) else a for a in environment.agents]
+    if not any(a.trainable for a in agents):
+        raise ConfigError(
+            "no agent is left to train: all are frozen", hint="for a run without training set train.control to no_training, and freeze none"
+        )
+    return replace(environment, agents=agents) if names else environment
 
 
 def as_config(settings: RunConfig | Mapping[str, Any] | Path) -> RunConfig:
@@ -112,13 +141,8 @@ async def open_run(
     Args:
         models: policy name -> folder of its first weights.
     """
-    from .trainer import ReinforceTrainer, TrainerSettings
-
-    trainable = {a.policy_name for a in environment.agents if a.trainable}
-    chosen = config.train.model_dump(include=set(TrainerSettings.model_fields))
-    steps = config.train.iterations * config.train.epochs * config.train.optimizer_batches
-    settings = TrainerSettings(**chosen, total_steps=max(1, steps), dtype=config.engine.dtype)
-    trainer = ReinforceTrainer({p: m for p, m in models.items() if p in trainable}, settings, device=config.engine.device, seed=config.seed)
+    trained = {a.policy_name: models[a.policy_name] for a in environment.agents if a.trainable}
+    trainer = make_trainer(config, {policy: trained[policy] for policy in models if policy in trained})
     progress = Progress()
     found = load_latest(config.run / "checkpoints")
     if found is not None:
@@ -131,10 +155,34 @@ async def open_run(
         async with Gateway(make_engine(config, models), store, host=config.gateway.host, port=config.gateway.port) as gateway:
             runner = make_runner(environment, config, gateway.url, store)
             async with runner.open():
-                run = Run(config, environment, coach, store, gateway, runner, trainer, display, progress)
-                if progress.iteration:
-                    await publish(run, progress.iteration)
-                yield run
+                trackers = Trackers(config, display.note)
+                run = Run(config, environment, coach, store, gateway, runner, trainer, display, progress, trackers, trained)
+                try:
+                    if progress.iteration:
+                        await publish(run, progress.iteration)
+                    yield run
+                finally:
+                    await asyncio.to_thread(trackers.close)
+
+
+def make_trainer(config: RunConfig, models: Mapping[str, Path | str]) -> ReinforceTrainer:
+    """The trainer that a config asks for. Raises `ConfigError` where the warm-up doesn't fit the run's length.
+
+    Args:
+        models: policy -> folder of its first weights, of those that are trained.
+    """
+    from .trainer import ReinforceTrainer, TrainerSettings
+
+    train = config.train
+    steps = train.iterations * train.epochs * train.optimizer_batches
+    if train.warmup_steps >= steps > 0:
+        raise ConfigError(
+            f"train.warmup_steps {train.warmup_steps} is not less than the run's {steps} optimizer steps: train.lr would not be reached",
+            hint="a run makes iterations x epochs x optimizer_batches steps; lower train.warmup_steps, or train longer",
+        )
+    chosen = train.model_dump(include=set(TrainerSettings.model_fields))
+    settings = TrainerSettings(**chosen, total_steps=max(1 + train.warmup_steps, steps), dtype=config.engine.dtype)
+    return ReinforceTrainer(dict(models), settings, device=config.engine.device, seed=config.seed)
 
 
 def make_runner(environment: Environment, config: RunConfig, url: str, store: TraceStore) -> Runner:
@@ -214,6 +262,7 @@ async def evaluate_team(
                 split=config.evaluate.split,
                 tasks=limit or config.evaluate.tasks,
                 samples=samples or config.evaluate.samples,
+                pass_ks=config.evaluate.pass_at,
                 temperature=config.evaluate.temperature if temperature is None else temperature,
                 max_tokens=config.rollout.max_tokens,
                 label=label,
@@ -240,7 +289,9 @@ def summarise_run(run: Run) -> dict[str, Any]:
     progress, environment = run.progress, run.environment
     rows = [row for row in progress.history if row["agents"]]
     evaluated = [(row["iteration"], row["heldout"]) for row in progress.history if row.get("heldout")]
-    brief = [{k: e[k] for k in ("accuracy", "n", "ci95", "mode")} for _, e in evaluated]
+    brief = [
+        {k: e[k] for k in ("accuracy", "n", "ci95", "mode", "samples", "score", "pass_at", "majority", "metrics")} for _, e in evaluated
+    ]
     names = [a.name for a in environment.agents]
     failures = run.store.failures()
     return {
@@ -253,7 +304,12 @@ def summarise_run(run: Run) -> dict[str, Any]:
         "actions": sum(row["agents"][n]["actions"] for row in rows for n in names),
         "before": brief[0] if brief else None,
         "after": brief[-1] if len(brief) > 1 else None,
-        "best": {k: progress.best[k] for k in ("iteration", "accuracy")} if progress.best else None,
+        "best": {k: progress.best[k] for k in ("iteration", "accuracy", "by", "is", "value")} if progress.best else None,
+        "stopped": progress.history[-1].get("stop") if progress.history else None,
+        "alarms": rung(progress.history),
+        "refused": dict(sum((Counter(dict.fromkeys(row["refused"], 1)) for row in rows), Counter())),
+        "trackers": run.trackers.counts(),
+        "frozen": sorted(a.name for a in environment.agents if not a.trainable),
         "coach": {
             "name": run.coach.name,
             "when": run.config.coach.when,

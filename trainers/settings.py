@@ -7,15 +7,20 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mappa_graph.sections.train import LoraConfig, default_lr
+
 
 class TrainerSettings(BaseModel):
-    """Settings of `ReinforceTrainer`; the defaults are those of the method for full weights."""
+    """Settings of `ReinforceTrainer`; the defaults are those of the method."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    lora: LoraConfig | None = None
+    """Train adapters on a shared base instead of whole weights."""
     beta: float = Field(default=0.01, ge=0.0)
     """Coefficient of the KL to the first weights, in the reward. 0 needs no reference model and no extra forward."""
-    lr: float = Field(default=1e-6, gt=0.0)
+    lr: float = Field(default_factory=default_lr, gt=0.0)
+    """1e-4 with adapters, 1e-6 without, where none is given."""
     epochs: int = Field(default=1, ge=1)
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     importance_cap: float = Field(default=2.0, gt=0.0)
@@ -39,6 +44,10 @@ class TrainerSettings(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the arithmetic; weights and optimizer state stay float32."""
     gradient_checkpointing: bool = False
+    offload: Literal["none", "optimizer"] = "none"
+    """Where optimizer state lies between steps: on the model's device, or in the CPU's memory (each policy's comes for its step)."""
+    kernels: Literal["auto", "none"] = "auto"
+    """Fused kernels on a GPU, where they are installed."""
     tree: bool = True
     """Compute shared prefixes once. False, or a model that can't, takes padded rows."""
 

@@ -7,26 +7,28 @@ whose numbers are not finite is refused: it keeps its weights and optimizer, and
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from mappa_graph.errors import TrainerError
+from mappa_graph.errors import ConfigError, TrainerError
 from mappa_graph.gateway.engine import Canary
 
 from .batch import Sample
+from .bodies import Body, Frozen, Whole
 from .checkpoint import POLICIES
-from .learner import Learner, Scored, prepare
+from .learner import Learner, Scored
 from .ranks import Alone
 from .returns import token_advantages
 from .settings import TrainerSettings
+from .sharding import Sharding
 from .tally import Tally
-from .weights import load_model, save_model
 
 CANARY_TOKENS = 16
 CANARY_TOLERANCE = {"float32": 0.02, "bfloat16": 0.1}
@@ -54,15 +56,17 @@ class Update:
     seconds: float = 0.0
 
 
-class ReinforceTrainer:
+class ReinforceTrainer(AbstractContextManager["ReinforceTrainer"]):
     """Holds the policies in training.
 
     Args:
-        models: policy -> folder of its first weights, Hugging Face format. Policies from one folder share one frozen reference.
+        models: policy -> folder of its first weights, Hugging Face format. Policies from one folder share one frozen reference, or, as
+            adapters (`settings.lora`), one base.
         settings: see `TrainerSettings`.
         device: of models and arithmetic.
-        seed: of the split into optimizer batches, and torch's.
-        ranks: the processes that train together; None = this one.
+        seed: of the split into optimizer batches, of adapters' first weights, and torch's.
+        ranks: the processes that train together; None = this one. Each calls the same methods in the same order; only the first writes.
+        sharding: how models are cut up over the ranks; None = each has all of them.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class ReinforceTrainer:
         device: str = "cpu",
         seed: int = 0,
         ranks: Alone | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         if not models:
             raise TrainerError("no policies to train", hint='give at least one: {"solver": "path/to/model"}')
@@ -82,14 +87,20 @@ class ReinforceTrainer:
         self.seed = seed
         self.updates = 0
         torch.manual_seed(seed)
-        references: dict[Path, PreTrainedModel] = {}
-        self.learners: dict[str, Learner] = {}
-        for policy, folder in models.items():
-            path = Path(folder).resolve()
-            if self.settings.beta > 0.0 and path not in references:
-                references[path] = self._reference(path)
-            self.learners[policy] = Learner(policy, path, self.settings, self.device, references.get(path), self.ranks)
+        if self.settings.offload == "optimizer" and self.device.type == "cpu":
+            raise ConfigError("train.offload 'optimizer' has no effect on a CPU: that is where the state is", hint="leave it out")
+        bodies = self._bodies({policy: Path(folder).resolve() for policy, folder in models.items()}, sharding)
+        self.learners = {p: Learner(p, body, self.settings, self.device, self.ranks) for p, body in bodies.items()}
         self._recent: dict[str, Sample] = {}
+
+    def _bodies(self, models: Mapping[str, Path], sharding: Sharding | None) -> dict[str, Body]:
+        if self.settings.lora is not None:
+            from .lora import open_adapters
+
+            return dict(open_adapters(models, self.settings, self.device, self.seed, sharding))
+        with_reference = set(models.values()) if self.settings.beta > 0.0 else set()
+        frozen = {folder: Frozen(folder, self.settings, self.device, sharding) for folder in sorted(with_reference)}
+        return {p: Whole(p, folder, self.settings, self.device, frozen.get(folder), sharding) for p, folder in models.items()}
 
     def update(self, samples: Sequence[Sample]) -> Update:
         """One update from the samples of a batch. Samples without a return are left out; a policy without samples keeps its weights."""
@@ -115,8 +126,8 @@ class ReinforceTrainer:
             whole = tally.over(self.ranks)
             policies[policy] = {**learned, **whole.metrics()}
             metrics.update({agent: {**learned, **whole.metrics(agent)} for agent in agents})
-            if part.samples and part.refused is None:
-                self._recent[policy] = min(part.samples, key=lambda s: (len(s.prompt_ids) + len(s.completion_ids), s.action_id))
+            if part.refused is None:
+                self._keep_shortest(policy, part.samples)
         self.updates += 1
         return Update(
             metrics=metrics,
@@ -127,6 +138,15 @@ class ReinforceTrainer:
             refused={policy: part.refused for policy, part in parts.items() if part.refused is not None},
             seconds=time.perf_counter() - started,
         )
+
+    def _keep_shortest(self, policy: str, samples: Sequence[Sample]) -> None:
+        """The shortest sample of all ranks is the next canary."""
+
+        def size(sample: Sample) -> tuple[int, str]:
+            return len(sample.prompt_ids) + len(sample.completion_ids), sample.action_id
+
+        shortest = [s for s in self.ranks.gather(min(samples, key=size, default=None)) if s is not None]
+        self._recent[policy] = min(shortest, key=size)
 
     def _parts(self, samples: Sequence[Sample]) -> dict[str, Scored]:
         unknown = {s.policy for s in samples} - set(self.learners)
@@ -172,23 +192,31 @@ class ReinforceTrainer:
     def _group(self, sample: Sample) -> str:
         return {"batch": "batch", "agent": sample.agent, "stratum": sample.stratum}[self.settings.normalise]
 
-    def _reference(self, folder: Path) -> PreTrainedModel:
-        dtype = torch.bfloat16 if self.settings.dtype == "bfloat16" else torch.float32
-        model = load_model(folder, dtype, self.device)
-        model.requires_grad_(False)
-        if self.settings.tree:
-            prepare(model, f"reference {folder.name}")
-        return model
-
     def learner(self, policy: str) -> Learner:
         if policy not in self.learners:
             raise TrainerError(f"policy {policy!r} is not in training", hint=f"in training: {', '.join(self.learners)}")
         return self.learners[policy]
 
     def save_weights(self, policy: str, folder: Path | str) -> Path:
-        """Write a policy's present weights as an ordinary model folder, tokenizer included, all at once."""
-        learner = self.learner(policy)
-        return save_model(learner.model, learner.folder, Path(folder))
+        """Write a policy's present weights, all at once: an ordinary model folder, tokenizer included, or an ordinary PEFT folder."""
+        self.learner(policy).body.save(Path(folder), write=self.ranks.rank == 0)
+        return Path(folder)
+
+    def save_merged(self, policy: str, folder: Path | str) -> Path:
+        """Write a policy's present weights as an ordinary model folder, an adapter merged into its base."""
+        if self.settings.lora is None:
+            return self.save_weights(policy, folder)
+        from .lora import merge
+
+        with tempfile.TemporaryDirectory() as aside:
+            self.save_weights(policy, Path(aside) / "adapter")
+            return merge(Path(aside) / "adapter", folder) if self.ranks.rank == 0 else Path(folder)
+
+    def close(self) -> None:
+        """Nothing to let go of, in one process."""
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def canary(self, policy: str) -> Canary | None:
         """A few tokens of the last batch, their log-probs under the present weights at temperature 1; None before the first update."""
@@ -206,13 +234,15 @@ class ReinforceTrainer:
         for policy in self.learners:
             self.save_weights(policy, folder / POLICIES / policy)
         state = {
+            "kind": "full" if self.settings.lora is None else "lora",
             "updates": self.updates,
             "seed": self.seed,
             "rng": torch.get_rng_state(),
             "learners": {policy: learner.state() for policy, learner in self.learners.items()},
             "recent": {policy: _plain(sample) for policy, sample in self._recent.items()},
         }
-        torch.save(state, folder / _STATE)
+        if self.ranks.rank == 0:
+            torch.save(state, folder / _STATE)
 
     def load(self, folder: Path | str) -> None:
         """Continue from what `save` wrote, as if nothing had come between. The trainer must hold the same policies."""
@@ -226,9 +256,11 @@ class ReinforceTrainer:
                 f"the checkpoint {folder} holds policies {sorted(state['learners'])}, the trainer {sorted(self.learners)}",
                 hint="train the same policies, or start a new run",
             )
+        mine, kind = "full" if self.settings.lora is None else "lora", state.get("kind", "full")
+        if kind != mine:
+            raise TrainerError(f"the checkpoint {folder} is of {kind} training, the trainer's is {mine}", hint="set train.lora as it was")
         for policy, learner in self.learners.items():
-            weights = load_model(folder / POLICIES / policy, torch.float32, self.device)
-            learner.restore(weights, state["learners"][policy])
+            learner.restore(folder / POLICIES / policy, state["learners"][policy])
         self.updates, self.seed = int(state["updates"]), int(state["seed"])
         self._recent = {policy: Sample(**fields) for policy, fields in state["recent"].items()}
         torch.set_rng_state(state["rng"])

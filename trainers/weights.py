@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,7 +23,7 @@ from mappa_graph.errors import TrainerError
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
-def load_model(folder: Path | str, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+def load_model(folder: Path | str, dtype: torch.dtype | Literal["auto"], device: torch.device | str) -> PreTrainedModel:
     """The causal language model in a folder, in evaluation mode, dropout off. Raises TrainerError naming the folder."""
     if not (Path(folder) / "config.json").is_file():
         raise TrainerError(f"{str(folder)!r} is not a model folder: it has no config.json", hint="give a folder in Hugging Face format")
@@ -41,11 +42,11 @@ def load_model(folder: Path | str, dtype: torch.dtype, device: torch.device | st
     return model.to(device).eval()
 
 
-def save_model(model: PreTrainedModel, source: Path, folder: Path) -> Path:
-    """Write `model`, with the tokenizer files of `source`, as `folder`. An older `folder` is replaced."""
+def save_model(model: PreTrainedModel, source: Path, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> Path:
+    """Write `model` (with the tensors of `state`, if given), with the tokenizer files of `source`, as `folder`, replacing an older one."""
     with atomic_folder(folder) as aside:
         with _no_progress_bar():
-            model.save_pretrained(str(aside))
+            model.save_pretrained(str(aside), **({} if state is None else {"state_dict": dict(state)}))
         for file in sorted(source.iterdir()):
             if file.is_file() and not file.name.endswith(_WEIGHTS) and not (aside / file.name).exists():
                 shutil.copyfile(file, aside / file.name)

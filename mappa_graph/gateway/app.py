@@ -137,7 +137,7 @@ class Completions(Endpoint):
     async def answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         service = self.service
         body, asked = wire.parse(await read(scope, receive, service.max_body_bytes), self.kind)
-        policy, version = service.versions.resolve(asked.model)
+        policy, version = service.versions.resolve(asked.model, text(scope, b"x-mappa-episode") or "")
         request = wire.request(body, policy, version, self.kind)
         exchange = wire.Exchange(asked, request, agent=text(scope, b"x-mappa-agent"), episode=text(scope, b"x-mappa-episode"))
         with service.versions.lease(policy, version):

@@ -36,7 +36,7 @@ class Responses(Endpoint):
             raise RequestRefused(f"the request body is not JSON: {error}") from error
         if not isinstance(body, dict) or not isinstance(body.get("model"), str):
             raise RequestRefused("the request body must be an object with a model", param="model")
-        policy, version = service.versions.resolve(body["model"])
+        policy, version = service.versions.resolve(body["model"], text(scope, b"x-mappa-episode") or "")
         begun = _Begun(body, policy, version, text(scope, b"x-mappa-agent"), text(scope, b"x-mappa-episode"), time.time())
         with service.versions.lease(policy, version):
             async with watched(receive):

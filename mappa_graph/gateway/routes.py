@@ -6,11 +6,13 @@ routing and middleware would otherwise be a good part of what a call costs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..codec import encode
@@ -23,15 +25,15 @@ _CHATS = "/v1/chat/completions"
 _OPTIONAL = ("/completions", "/responses")
 
 
-def build(service: Service) -> ASGIApp:
-    """The app of a service."""
+def build(service: Service, more: Sequence[BaseRoute] = ()) -> ASGIApp:
+    """The app of a service, with more routes behind its own."""
     there = frozenset(getattr(service.engine, "endpoints", ()))
     endpoints: dict[str, Endpoint] = {_CHATS: Completions(service)}
     if "/completions" in there:
         endpoints["/v1/completions"] = Completions(service, "text")
     if "/responses" in there:
         endpoints["/v1/responses"] = Responses(service)
-    rest = _rest(service, endpoints)
+    rest = _rest(service, endpoints, more)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -40,7 +42,7 @@ def build(service: Service) -> ASGIApp:
     return app
 
 
-def _rest(service: Service, endpoints: dict[str, Endpoint]) -> Starlette:
+def _rest(service: Service, endpoints: dict[str, Endpoint], more: Sequence[BaseRoute]) -> Starlette:
     async def models(request: Request) -> Response:
         service.authorize(request.scope)
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "mappa-graph"} for name in service.versions.names()]
@@ -77,6 +79,6 @@ def _rest(service: Service, endpoints: dict[str, Endpoint]) -> Starlette:
     posted = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     missing = [Route(f"/v1{path}", lacking, methods=["POST"]) for path in _OPTIONAL if f"/v1{path}" not in endpoints]
     return Starlette(
-        routes=[*posted, *missing, Route("/v1/models", models), Route("/health", health), Route("/metrics", metrics)],
+        routes=[*posted, *missing, Route("/v1/models", models), Route("/health", health), Route("/metrics", metrics), *more],
         exception_handlers={RequestRefused: refused, HTTPException: unknown},
     )

@@ -16,18 +16,22 @@ import math
 import socket
 import threading
 from collections import defaultdict
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import uvicorn
+from starlette.routing import BaseRoute
 
 from ..errors import EngineError, GatewayError
 from ..store import TraceStore
 from .app import Service
 from .engine import Canary, Engine
+from .metrics import Metrics
 from .routes import build
-from .versions import Versions
+from .versions import Trial, Versions
 
 log = logging.getLogger("mappa_graph.gateway")
 
@@ -46,6 +50,7 @@ class Gateway:
         max_body_bytes: longer requests are refused (413).
         max_inflight: more requests at once are told to come back (429).
         drain_s: how long `stop` waits for calls in flight.
+        routes: more paths that the server answers (see `admin.py`).
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Gateway:
         max_body_bytes: int = 32 * 1024 * 1024,
         max_inflight: int = 1024,
         drain_s: float = 5.0,
+        routes: Sequence[BaseRoute] = (),
     ) -> None:
         self.engine = engine
         self.store = store
@@ -67,6 +73,7 @@ class Gateway:
         self.drain_s = drain_s
         self._limits = {"max_body_bytes": max_body_bytes, "max_inflight": max_inflight}
         self._api_key = api_key
+        self._routes = routes
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: uvicorn.Server | None = None
@@ -131,22 +138,71 @@ class Gateway:
         """Requests in flight, by policy."""
         return self._running().versions.running
 
-    async def publish(self, policy: str, weights: Path | str, *, version: int | None = None, canary: Canary | None = None) -> int:
+    def loaded(self) -> dict[str, dict[int, int]]:
+        """Requests in flight, by policy and version, of every version that is loaded."""
+        return self._running().versions.loaded
+
+    def trials(self) -> dict[str, Trial]:
+        """The versions that are served to a share of the calls."""
+        return self._running().versions.trials
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters since the start."""
+        return self._running().metrics
+
+    async def publish(
+        self, policy: str, weights: Path | str, *, version: int | None = None, canary: Canary | None = None, share: float = 1.0
+    ) -> int:
         """Swaps new weights in, and returns their version. May be awaited on any event loop.
 
         The weights (a folder) are loaded beside the serving ones and, with a canary, must answer it; then the policy's name
         turns to them. Calls in flight end on the version they began on, and the old version is unloaded after the last of them.
 
+        Args:
+            share: below 1, the new version is on trial: it gets this share of the calls, until `promote`, `withdraw` or another publish.
+
         Raises:
             EngineError: the weights can't be loaded or fail the canary; the old version goes on serving.
-            GatewayError: the policy is unknown, or the version's number was used before.
+            GatewayError: the policy is unknown, the version's number was used before, or the share is not in 0..1.
         """
-        self._running()
-        assert self._loop is not None
-        future = asyncio.run_coroutine_threadsafe(self._publish(policy, Path(weights), version, canary), self._loop)
-        return await asyncio.wrap_future(future)
+        if not 0.0 < share <= 1.0:
+            raise GatewayError(f"share is {share}", hint="give a number above 0, such as 0.1, and at most 1")
+        return await self._on_loop(self._publish(policy, Path(weights), version, canary, share))
 
-    async def _publish(self, policy: str, weights: Path, version: int | None, canary: Canary | None) -> int:
+    async def promote(self, policy: str) -> int:
+        """Gives all calls to the version on trial, and returns it. Raises `GatewayError` where none is."""
+
+        async def promote() -> int:
+            versions = self._running().versions
+            async with self._publishing[policy]:
+                trial = versions.trials.get(policy)
+                if trial is None:
+                    raise GatewayError(f"no version of {policy!r} is on trial", hint="one is after a publish with a share below 1")
+                versions.flip(policy, trial.version)
+                return trial.version
+
+        return await self._on_loop(promote())
+
+    async def withdraw(self, policy: str) -> int:
+        """Ends a trial, and returns the version that was on it. Raises `GatewayError` where none is."""
+
+        async def withdraw() -> int:
+            async with self._publishing[policy]:
+                return self._running().versions.withdraw(policy).version
+
+        return await self._on_loop(withdraw())
+
+    async def _on_loop(self, work: Coroutine[Any, Any, int]) -> int:
+        try:
+            self._running()
+        except GatewayError:
+            work.close()
+            raise
+        assert self._loop is not None
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _publish(self, policy: str, weights: Path, version: int | None, canary: Canary | None, share: float) -> int:
         service = self._running()
         async with self._publishing[policy]:
             number = service.versions.reserve(policy, version)
@@ -161,7 +217,10 @@ class Gateway:
             except BaseException:
                 service.metrics.publishes[policy, "refused"] += 1
                 raise
-            service.versions.flip(policy, number)
+            if share < 1.0:
+                service.versions.try_out(policy, number, share)
+            else:
+                service.versions.flip(policy, number)
             service.metrics.publishes[policy, "done"] += 1
             return number
 
@@ -214,7 +273,7 @@ class Gateway:
             await self.engine.start()
             versions = Versions(self.engine.models(), self._unload)
             self._service = Service(self.engine, versions, self.store, api_key=self._api_key, **self._limits)
-            config.app = build(self._service)
+            config.app = build(self._service, self._routes)
             self._server = _Server(config, ready)
             await self._server.serve(sockets=[listener])
         finally:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from .base import Section
+
+
+def default_lr(before: dict[str, Any]) -> float:
+    """The learning rate where none is given, by the settings before it: adapters take a larger one than whole weights."""
+    return 1e-6 if before.get("lora") is None else 1e-4
 
 
 class LoraPolicy(Section):
@@ -40,7 +45,8 @@ class TrainConfig(Section):
     iterations: int = Field(default=25, ge=0)
     lora: LoraConfig | None = None
     """Train adapters instead of whole weights."""
-    lr: float = Field(default=1e-6, gt=0)
+    lr: float = Field(default_factory=default_lr, gt=0)
+    """1e-4 with adapters, 1e-6 without, where none is given."""
     beta: float = Field(default=0.01, ge=0)
     gamma: float = Field(default=0.5, ge=0, le=1)
     credit: Literal["discounted", "own"] = "discounted"
@@ -58,6 +64,10 @@ class TrainConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     micro_batch_tokens: int = Field(default=16_384, ge=64)
     gradient_checkpointing: bool = False
+    offload: Literal["none", "optimizer"] = "none"
+    """Keep optimizer state in the CPU's memory between steps; for a GPU."""
+    kernels: Literal["auto", "none"] = "auto"
+    """Fused kernels (Liger, flash attention) on a GPU, where they are installed."""
     control: Literal["none", "shuffle_scores", "no_training"] = "none"
     """Experiments' controls: scores permuted among an agent's actions, or no update at all."""
 

@@ -7,7 +7,7 @@ import pytest
 from mappa_graph import Task
 from mappa_graph.record import Action, Call, Episode, EpisodeTrace, Verdict
 from mappa_graph.trainers.batch import Sample
-from mappa_graph.trainers.loop import tasks_of
+from mappa_graph.trainers.sampling import tasks_of
 from mappa_graph.trainers.metrics import retokenised, shuffle_scores
 
 TASKS = [Task(f"t{i}", "p") for i in range(10)]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mappa_graph.errors import TrainerError
 from mappa_graph.trainers import ReinforceTrainer, Sample, TrainerSettings
 from mappa_graph.trainers import learner as learner_module
+from mappa_graph.trainers import sharding as sharding_module
 from tests.fakes.batches import random_samples, slow_gradients, slow_logprobs
 from tests.fakes.tinymodel import make_tiny_model
 
@@ -99,7 +100,7 @@ def test_each_reward_reaches_exactly_its_own_tokens(base, monkeypatch):
     for settings in (TrainerSettings(beta=0.0), TrainerSettings(beta=0.0, tree=False), TrainerSettings(beta=0.0, micro_batch_tokens=12)):
         trainer = ReinforceTrainer({"a": base, "b": base}, settings)
         targets, found = [], {}
-        forward, loss = learner_module.pack_logprobs, learner_module.policy_loss
+        forward, loss = sharding_module.pack_logprobs, learner_module.policy_loss
 
         def noting_forward(model, pack, forward=forward, targets=targets):
             targets.append(pack.target.tolist())
@@ -112,7 +113,7 @@ def test_each_reward_reaches_exactly_its_own_tokens(base, monkeypatch):
                 found[token] = (advantage, engine_logprob, logprob)
             return loss(logprobs, old, engine, advantages, **rest)
 
-        monkeypatch.setattr(learner_module, "pack_logprobs", noting_forward)
+        monkeypatch.setattr(sharding_module, "pack_logprobs", noting_forward)
         monkeypatch.setattr(learner_module, "policy_loss", noting_loss)
         trainer.update(samples)
         monkeypatch.undo()

@@ -1,0 +1,173 @@
+"""The desk: one episode's sandbox session, with the ledger of its files and a look at each file that is written.
+
+Every run of code goes through `Desk.run`, which adds one line to the execution's note: `[workspace]` and JSON that says what the files
+that changed hold. The agent is told it, the coach finds it in its case, and a later reader in the trace. What an agent pickled is opened
+by the sandbox only (`Box.preview`): the line is the word of hostile data, as JSON on one line, bounded, and used as a description alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mappa_graph.agent import Agent
+from mappa_graph.errors import MappaError, SandboxError
+from mappa_graph.record import Execution, Outcome
+from mappa_graph.sandboxes import Ledger, Preview
+
+from .facts import Facts, table
+from .state import FileNote
+
+WORKSPACE, GRADE = "[workspace] ", "[grade] "
+"""What the lines of an execution's note begin with."""
+SUBMISSION = "submission.csv"
+SUBMISSION_BYTES = 8 * 1024 * 1024
+_LOOKS = 6
+"""Files that are looked at after one run of code; those that the team declares come first."""
+_COLUMNS, _NAME, _TEXT = 40, 48, 240
+_TABLES = (".pkl", ".pickle", ".joblib", ".csv", ".tsv", ".parquet", ".npy", ".npz")
+
+
+class Desk:
+    """Where a team works.
+
+    Args:
+        box: an open sandbox session.
+        agents: the team, in the order of the pipeline; what they declare to read and write goes to the ledger.
+        facts: of the task.
+        given: the task's own files, as they were put into the session.
+        grade: grades the text of a submission (None: there is none), where the coach may know the grade as soon as one is written. Agents
+            are never told.
+        submission_bytes: the largest submission that is read.
+    """
+
+    def __init__(
+        self,
+        box: Any,
+        agents: Sequence[Agent] = (),
+        *,
+        facts: Facts | None = None,
+        given: Mapping[str, bytes] | None = None,
+        grade: Callable[[str | None], Outcome] | None = None,
+        submission_bytes: int = SUBMISSION_BYTES,
+    ) -> None:
+        self.box = box
+        self.facts: Facts = facts or {}
+        self.ledger = Ledger(agents)
+        self.acting = ""
+        """The agent whose code runs; set by the graph."""
+        self._grade = grade
+        self._limit = submission_bytes
+        self._declared = tuple(name for agent in agents for name in (*agent.reads, *agent.writes))
+        self._looks: dict[str, dict[str, Any]] = {}
+        given = given or {}
+        self.ledger.given({name: len(data) for name, data in given.items()})
+        for name, data in given.items():
+            if name.endswith(".csv"):
+                found = table(data)
+                shown: dict[str, Any] = {"name": name, "type": "table", "shape": [found["rows"] or "?", len(found["columns"])]}
+                shown |= {"columns": _shown_columns(found["columns"]), "head": found["head"]}
+                self._looks[name] = shown
+
+    async def run(self, code: str, timeout_s: float | None = None, *, name: str = "python", tool_call_id: str | None = None) -> Execution:
+        """Runs code as `Box.run` does, with the `[workspace]` line in the note."""
+        execution: Execution = await self.box.run(code, timeout_s, name=name, tool_call_id=tool_call_id)
+        self.ledger.record(self.acting, f"{self.acting}", execution)
+        for change in execution.files:
+            self._looks.pop(change.path, None)
+        changed = [c.path for c in execution.files if c.change != "deleted" and c.path.lower().endswith(_TABLES)]
+        changed.sort(key=lambda path: (not self._is_declared(path), path))
+        seen = [await self._look(path) for path in changed[:_LOOKS]]
+        line = WORKSPACE + json.dumps({"task": dict(self.facts), "files": seen})
+        return replace(execution, note=f"{execution.note}\n{line}".strip())
+
+    async def graded(self, execution: Execution) -> Execution:
+        """The execution as the coach is to find it: with a `[grade]` line where it wrote a submission and that may be graded now."""
+        if self._grade is None or not any(c.path == SUBMISSION and c.change != "deleted" for c in execution.files):
+            return execution
+        text, problem = await self.submission()
+        outcome = await asyncio.to_thread(self._grade, text)
+        reason = problem or outcome.reason
+        shown = {"success": outcome.success, "reason": reason, "value": outcome.value, "metrics": dict(outcome.metrics)}
+        return replace(execution, note=f"{execution.note}\n{GRADE}{json.dumps(shown)}".strip())
+
+    async def submission(self) -> tuple[str | None, str]:
+        """The submission as text, or None and why. It is read as bytes with a size limit, and never opened as anything else."""
+        try:
+            data = await self.box.get(SUBMISSION, self._limit)
+        except SandboxError as error:
+            return None, str(error) if SUBMISSION in await self.box.files() else f"there is no {SUBMISSION}"
+        try:
+            return data.decode("utf-8-sig"), ""
+        except UnicodeDecodeError as error:
+            return None, f"{SUBMISSION} is not text in UTF-8: {error.reason} at byte {error.start}"
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Those of some declared names that no file has."""
+        present = self.ledger.present
+        return [name for name in names if not any(fnmatchcase(path, name) for path in present)]
+
+    def files(self) -> list[FileNote]:
+        """The files there are, those of the task first."""
+        notes: list[FileNote] = []
+        for path in sorted(self.ledger.present):
+            last = self.ledger.last(path)
+            assert last is not None
+            notes.append(FileNote(name=path, size=last.change.size, by=last.agent, shows=in_words(self._looks.get(path, {}))))
+        return sorted(notes, key=lambda note: (bool(note["by"]), note["name"]))
+
+    async def _look(self, path: str) -> dict[str, Any]:
+        try:
+            preview: Preview = await self.box.preview(path)
+        except MappaError as error:  # a look that fails must not cost the run that it describes
+            preview = Preview(path, error=f"it could not be looked at: {error}")
+        shown: dict[str, Any] = {"name": path[:200]}
+        if preview.error:
+            shown["error"] = preview.error[:_TEXT]
+        else:
+            shown["type"] = preview.type[:_TEXT]
+            if preview.shape is not None:
+                shown["shape"] = list(preview.shape)
+            names = [column for column, _ in preview.columns if column]
+            if names:
+                shown["columns"] = _shown_columns(names)
+                special = [name for name in (self.facts.get("id", ""), *self.facts.get("targets", [])) if name]
+                shown["holds"] = [name for name in special if name in names]
+            else:
+                shown["head"] = preview.head[:_TEXT]
+        self._looks[path] = shown
+        return shown
+
+    def _is_declared(self, path: str) -> bool:
+        return any(fnmatchcase(path, name) for name in self._declared)
+
+
+@dataclass(frozen=True)
+class DSBenchContext:
+    """The graph's runtime context: `graph.ainvoke(x, context=DSBenchContext(desk))`."""
+
+    desk: Desk
+
+
+def in_words(look: Mapping[str, Any]) -> str:
+    """What a file holds, for a prompt: type, shape, columns or the beginning of it."""
+    if not look:
+        return ""
+    if look.get("error"):
+        return f"can't be loaded: {look['error']}"
+    shape = " x ".join(str(n) for n in look.get("shape") or ())
+    parts = [" ".join(part for part in (str(look.get("type", "")).rsplit(".", 1)[-1], shape) if part)]
+    if look.get("columns"):
+        parts.append("columns: " + ", ".join(map(str, look["columns"])))
+    if look.get("head"):
+        parts.append(str(look["head"]))
+    return "\n".join(parts)
+
+
+def _shown_columns(names: Sequence[str]) -> list[str]:
+    shown = [name[:_NAME] for name in names[:_COLUMNS]]
+    return [*shown, f"… {len(names) - _COLUMNS} more"] if len(names) > _COLUMNS else shown

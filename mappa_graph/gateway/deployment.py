@@ -1,0 +1,264 @@
+"""`Deployment`: a gateway that serves an app in production, and the history of what it has served.
+
+Each release is kept: its weights as files of the deployment's own folder (a training run may prune its checkpoints), where they came
+from, whether a canary was answered. The one thing to know: version numbers only go up. Going back makes a new version with the weights
+of an old one, so a number in the record of calls always means the same weights; and a deployment that is started again serves what it
+served before, under the same numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import EngineError, GatewayError
+from .engine import Canary
+from .server import Gateway
+
+HISTORY = "deployment.json"
+CANARY = "canary.json"
+"""In a folder of weights: what they must answer, from who trained them."""
+KEPT = 3
+"""How many steps back the weights are kept for; what serves is always kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Weights that were given a version number."""
+
+    policy: str
+    version: int
+    weights: str
+    """Folder."""
+    source: str
+    """Where they came from, in words."""
+    at: float
+    """Unix time."""
+    verified: bool
+    """Whether a canary was answered."""
+    of: int
+    """The version whose weights these are: its own, or, after going back, an older one's."""
+    before: int
+    """The version whose weights served when these came: where going back leads. 0 = the first weights."""
+    digest: str
+    """SHA-256 over the weight files."""
+
+
+class Deployment:
+    """What is served and how it came to be.
+
+    Args:
+        gateway: started, with version 0 of every policy.
+        folder: keeps `deployment.json` and the weights of the releases.
+        first: policy -> folder of version 0.
+    """
+
+    def __init__(self, gateway: Gateway, folder: Path, first: Mapping[str, Path]) -> None:
+        self.gateway = gateway
+        self.folder = folder
+        self.first = dict(first)
+        self.releases: list[Release] = []
+        self._given: dict[str, int] = {}
+        self._started = time.time()
+
+    async def restore(self) -> dict[str, str]:
+        """Serves again what an earlier start of this deployment served; returns policy -> why it could not, where it could not."""
+        path = self.folder / HISTORY
+        if not path.exists():
+            return {}
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            self.releases = [Release(**row) for row in kept["releases"]]
+            current: dict[str, int] = kept["current"]
+            trials: dict[str, list[Any]] = kept["trials"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise GatewayError(f"{path} can't be read: {type(error).__name__}: {error}", hint="move it away to start afresh") from error
+        failed: dict[str, str] = {}
+        for policy, version in current.items():
+            wanted = [(version, 1.0)] if version else []
+            wanted += [(int(trials[policy][0]), float(trials[policy][1]))] if policy in trials else []
+            for number, share in sorted(wanted):
+                release = self._release(policy, number)
+                try:
+                    if release is None or await asyncio.to_thread(_digest, Path(release.weights)) != release.digest:
+                        raise EngineError(f"the weights of {policy}@v{number} are gone or were changed")
+                    folder = Path(release.weights)
+                    await self.gateway.publish(policy, folder, version=number, canary=read_canary(folder), share=share)
+                except (EngineError, GatewayError) as error:
+                    failed[policy] = str(error)
+        return failed
+
+    async def publish(self, policy: str, weights: Path, *, share: float = 1.0, source: str = "") -> Release:
+        """Serves new weights: to all calls, or to a share of them.
+
+        Raises `EngineError` or `GatewayError` (see `Gateway.publish`); what was served before goes on.
+        """
+        if policy not in self.first:
+            raise GatewayError(f"there is no policy {policy!r} to publish", hint=f"there are: {', '.join(sorted(self.first))}")
+        if not await asyncio.to_thread(weights.is_dir):
+            raise GatewayError(f"{weights} is no folder of weights", hint="the server must see the same path")
+        version = self._next(policy)
+        own = self.folder / "releases" / policy / f"v{version}"
+        await asyncio.to_thread(_copy, weights, own)
+        try:
+            return await self._serve(policy, version, own, share, source or str(weights), of=version, before=self._serving(policy))
+        except BaseException:
+            shutil.rmtree(own, ignore_errors=True)
+            raise
+
+    async def promote(self, policy: str) -> Release:
+        """Gives all calls to the version on trial. Raises `GatewayError` where none is."""
+        version = await self.gateway.promote(policy)
+        self._write()
+        release = self._release(policy, version)
+        assert release is not None
+        return release
+
+    async def rollback(self, policy: str) -> Release | None:
+        """Goes back: ends a trial (None is returned), or serves the weights before the current ones, as a new version.
+
+        Raises `GatewayError` where there is nothing to go back to.
+        """
+        if policy not in self.first:
+            raise GatewayError(f"there is no policy {policy!r}", hint=f"there are: {', '.join(sorted(self.first))}")
+        if policy in self.gateway.trials():
+            await self.gateway.withdraw(policy)
+            self._write()
+            return None
+        release = self._release(policy, self.gateway.versions()[policy])
+        if release is None or release.of == 0:
+            raise GatewayError(f"{policy!r} serves its first weights: there is nothing to go back to")
+        back = release.before
+        while (kept := self._release(policy, back)) is not None:
+            weights = Path(kept.weights)
+            if await asyncio.to_thread(_digest, weights) == kept.digest:
+                return await self._serve(policy, self._next(policy), weights, 1.0, f"back to v{back}", of=back, before=kept.before)
+            back = kept.before
+        return await self._serve(policy, self._next(policy), self.first[policy], 1.0, "back to the first weights", of=0, before=0)
+
+    async def _serve(self, policy: str, version: int, weights: Path, share: float, source: str, *, of: int, before: int) -> Release:
+        canary = read_canary(weights)
+        await self.gateway.publish(policy, weights, version=version, canary=canary, share=share)
+        digest = await asyncio.to_thread(_digest, weights)
+        release = Release(policy, version, str(weights), source, time.time(), canary is not None, of, before, digest)
+        self.releases.append(release)
+        self._prune(policy)
+        self._write()
+        return release
+
+    def status(self) -> dict[str, Any]:
+        """What serves now, as JSON: per policy the current version and its release, the version on trial, calls in flight and served."""
+        metrics, trials, loaded = self.gateway.metrics, self.gateway.trials(), self.gateway.loaded()
+        calls: dict[str, dict[str, int]] = {}
+        for (policy, version, _), n in metrics.calls.items():
+            served = calls.setdefault(policy, {})
+            served[str(version)] = served.get(str(version), 0) + n
+        tokens = {policy: {kind: n for (p, kind), n in metrics.tokens.items() if p == policy} for policy in self.first}
+        return {
+            "url": self.gateway.url,
+            "engine": self.gateway.engine.name,
+            "since": self._started,
+            "at": time.time(),
+            "policies": {
+                policy: {
+                    "version": version,
+                    "trial": asdict(trials[policy]) if policy in trials else None,
+                    "inflight": {str(v): n for v, n in loaded[policy].items()},
+                    "calls": calls.get(policy, {}),
+                    "tokens": tokens[policy],
+                    "releases": [asdict(r) for r in self.releases if r.policy == policy][-10:],
+                }
+                for policy, version in self.gateway.versions().items()
+            },
+            "errors": {str(status): n for status, n in metrics.errors.items()},
+        }
+
+    def _release(self, policy: str, version: int) -> Release | None:
+        return next((r for r in self.releases if r.policy == policy and r.version == version), None)
+
+    def _serving(self, policy: str) -> int:
+        """The version whose weights all but a trial's calls meet."""
+        release = self._release(policy, self.gateway.versions()[policy])
+        return 0 if release is None else release.of
+
+    def _next(self, policy: str) -> int:
+        """A number that was never given out: not by an earlier start, and not to a publish that failed."""
+        known = [r.version for r in self.releases if r.policy == policy]
+        self._given[policy] = max(*known, *self.gateway.loaded()[policy], self._given.get(policy, 0), 0) + 1
+        return self._given[policy]
+
+    def _prune(self, policy: str) -> None:
+        """Deletes weights that neither serve nor can be gone back to."""
+        trial = self.gateway.trials().get(policy)
+        needed: set[int] = set()
+        for serving in (self.gateway.versions()[policy], *([trial.version] if trial else [])):
+            release, steps = self._release(policy, serving), 0
+            while release is not None and steps <= KEPT:
+                needed.add(release.of)
+                release, steps = self._release(policy, release.before), steps + 1
+        for folder in (self.folder / "releases" / policy).glob("v*"):
+            if folder.name[1:].isdigit() and int(folder.name[1:]) not in needed:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _write(self) -> None:
+        data = {
+            "releases": [asdict(r) for r in self.releases],
+            "current": self.gateway.versions(),
+            "trials": {policy: [t.version, t.share] for policy, t in self.gateway.trials().items()},
+        }
+        write_aside(self.folder / HISTORY, json.dumps(data, indent=1) + "\n")
+
+
+def read_canary(weights: Path) -> Canary | None:
+    """What weights must answer, where who wrote them said so."""
+    path = weights / CANARY
+    if not path.is_file():
+        return None
+    try:
+        return Canary(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise GatewayError(f"{path} is no canary: {error}", hint="write it again with the weights, or delete it") from error
+
+
+def write_canary(weights: Path, canary: Canary) -> None:
+    """Puts a canary beside weights, for whoever publishes them."""
+    write_aside(weights / CANARY, json.dumps(asdict(canary)))
+
+
+def write_aside(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Writes a file so that nobody sees half of it, and a crash leaves the old one or the new one."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _digest(weights: Path) -> str:
+    whole = hashlib.sha256()
+    for path in sorted(weights.glob("*.safetensors")) if weights.is_dir() else ():
+        with path.open("rb") as file:
+            whole.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def _copy(weights: Path, own: Path) -> None:
+    """A copy that shares no bytes with the original, and has its name only once it is whole."""
+    aside = own.with_name(f".{own.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        own.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(weights, aside)
+        aside.rename(own)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise GatewayError(f"the weights in {weights} can't be copied to {own}: {error.strerror or error}") from error

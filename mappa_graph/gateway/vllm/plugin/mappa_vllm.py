@@ -1,0 +1,182 @@
+"""What runs inside the vLLM server: a weight-transfer engine over a shared path, and a guard before every endpoint.
+
+vLLM finds `register` through an entry point in the group `vllm.general_plugins` and calls it in each of its processes; this file is
+put on the server's path, and nothing of it runs in ours. The one thing to know: no byte of a version is loaded before all of it was
+checked. Its files must have the checksums that the request names, and hold exactly the tensors, with the shapes, of the model that
+the server was started with. What fails before that leaves the model as it was; what fails after says so (`half loaded`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+BACKEND = "mappa_shared"
+HALF = "half loaded"
+RESUME_AFTER = b"x-mappa-resume-after"
+_OPEN = frozenset({"/health", "/ping"})
+
+
+def register() -> None:
+    """Registers the weight-transfer engine; vLLM may call it more than once in a process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # type: ignore[import-not-found]
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
+
+
+def check_files(folder: Path, files: dict[str, str]) -> None:
+    """Raises ValueError unless each named file has the sha256 that it is said to have."""
+    if not files:
+        raise ValueError(f"no files of {folder} are named")
+
+    def digest(name: str) -> str:
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no file name")
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(min(8, len(files))) as pool:
+        for (name, wanted), found in zip(files.items(), pool.map(digest, files), strict=True):
+            if found != wanted:
+                raise ValueError(f"{folder / name} has checksum {found[:12]}…, {wanted[:12]}… was written: it is half a file, or another")
+
+
+def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, from the headers of safetensors files alone."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        shapes.update({name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
+    return shapes
+
+
+def check_shapes(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], *, tied: bool) -> None:
+    """Raises ValueError unless both hold the same tensors. With tied embeddings, either may leave the head out."""
+    if tied:
+        found, wanted = ({n: s for n, s in shapes.items() if n != "lm_head.weight"} for shapes in (found, wanted))
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unknown:
+        raise ValueError(f"{len(missing)} tensors are missing {missing[:3]}, {len(unknown)} are not this model's {unknown[:3]}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ValueError(f"{name} has shape {list(found[name])}, the model has {list(shape)}")
+
+
+def _engine_class() -> type:
+    """The class is made here, so that this file can be read without vLLM."""
+    from dataclasses import dataclass
+
+    from safetensors import safe_open
+    from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+
+    @dataclass
+    class Init(WeightTransferInitInfo):  # type: ignore[misc]
+        pass
+
+    @dataclass
+    class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+        folder: str
+        files: dict[str, str]
+        """File name -> sha256."""
+
+    class SharedPathEngine(WeightTransferEngine):  # type: ignore[misc]
+        """Reads a version from a folder that both sides see, tensor by tensor."""
+
+        init_info_cls = Init
+        update_info_cls = Update
+        _shapes: dict[str, tuple[int, ...]] | None = None
+        _loading = False
+
+        def init_transfer_engine(self, init_info: Init) -> None:
+            """Nothing to arrange: the two sides share a path."""
+
+        def start_weight_update(self) -> None:
+            """Nothing yet: the model stays whole until the files are known to be."""
+
+        def receive_weights(self, update_info: Update) -> None:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # type: ignore[import-not-found]
+
+            folder = Path(update_info.folder)
+            check_files(folder, update_info.files)
+            paths = [folder / name for name in sorted(update_info.files)]
+            if self._shapes is None:
+                self._shapes = shapes_of(sorted(Path(self.model_config.model).glob("*.safetensors")))
+            tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+            check_shapes(shapes_of(paths), self._shapes, tied=tied)
+            initialize_layerwise_reload(self.model)
+            self._loading = True
+            try:
+                for path in paths:
+                    with safe_open(path, framework="pt") as tensors:
+                        self.model.load_weights((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+            except BaseException as error:
+                self.finish_weight_update()
+                raise RuntimeError(f"{HALF}: {folder}: {error}") from error
+
+        def finish_weight_update(self) -> None:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            if self._loading:
+                self._loading = False
+                finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            """Holds nothing."""
+
+    return SharedPathEngine
+
+
+class Guard:
+    """ASGI middleware: asks for the server's key on every path (vLLM itself does under /v1 only), and ends forgotten pauses.
+
+    A `POST /pause` that names seconds in `x-mappa-resume-after` is followed by a resume of the guard's own then, unless one came
+    before: a client that dies in between leaves no server paused.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self._key = f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
+        self._pending: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN:
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        if len(self._key) > len(b"Bearer ") and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+            body = b'{"error": {"message": "the API key is missing or wrong", "type": "authentication_error", "code": 401}}'
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
+            return await send({"type": "http.response.body", "body": body})
+        if scope["path"] in ("/pause", "/resume") and self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
+        if scope["path"] == "/pause" and (seconds := headers.get(RESUME_AFTER)) is not None:
+            self._pending = asyncio.ensure_future(self._resume(scope, float(seconds)))
+        return await self.app(scope, receive, send)
+
+    async def _resume(self, scope: Any, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._pending = None
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(_: Any) -> None:
+            pass
+
+        own = {"type": "http", "asgi": scope["asgi"], "http_version": "1.1", "method": "POST", "scheme": scope["scheme"]}
+        place = {"path": "/resume", "raw_path": b"/resume", "root_path": scope.get("root_path", ""), "query_string": b""}
+        await self.app({**own, **place, "headers": [], "client": None, "server": scope.get("server"), "app": scope.get("app")}, receive, send)

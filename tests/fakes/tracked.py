@@ -1,0 +1,28 @@
+"""A process that logs made-up rows to one tracker, as a run does, and prints what the run would be told of it.
+
+`python -m tests.fakes.tracked NAME RUN FIRST LAST`: the rows of iterations FIRST to LAST. Trackers keep state in their process and
+read their environment when they are imported, so tests give each a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from mappa_graph.config import make_config
+from mappa_graph.trainers.trackers import Trackers
+
+
+def main(name: str, run: str, first: str, last: str) -> None:
+    notes: list[str] = []
+    config = make_config({"run": run, "seed": 7, "loop": {"trackers": [name], "project": "tests"}, "train": {"lr": 0.25}})
+    trackers = Trackers(config, notes.append)
+    for iteration in range(int(first), int(last) + 1):
+        agents = {"solver": {"kl": iteration / 4, "errors": {"Name Error": 2}, "score_mean": None}}
+        trackers.log({"iteration": iteration, "agents": agents, "heldout": {"accuracy": 0.5, "ci95": [0.25, 0.75], "mode": "greedy"}})
+    trackers.close()
+    print(json.dumps({"counts": trackers.counts(), "notes": notes}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,257 @@
+"""A deployment: an app goes on calling one address while versions are published, tried out on a share, promoted and rolled back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mappa_graph.errors import ConfigError, EngineError, GatewayError
+from mappa_graph.gateway import Canary, Gateway
+from mappa_graph.gateway.admin import CONTROL, Admin, Control, running
+from mappa_graph.gateway.deployment import HISTORY, Deployment, read_canary, write_canary
+from mappa_graph.store import TraceStore
+from tests.fakes.engine import ScriptedEngine
+
+ASK = {"model": "solver", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+def weights(root: Path, name: str, content: bytes = b"x") -> Path:
+    folder = root / name
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(content + name.encode())
+    return folder
+
+
+class Running:
+    """A deployment as `serve` makes it, over a scripted engine."""
+
+    def __init__(self, folder: Path, first: Path) -> None:
+        self.admin = Admin("admin-key")
+        self.engine = ScriptedEngine("solver", "critic")
+        self.store = TraceStore(folder / "trace.db")
+        self.gateway = Gateway(self.engine, self.store, routes=self.admin.routes())
+        self.folder = folder
+        self.first = first
+
+    async def __aenter__(self) -> Running:
+        await self.gateway.__aenter__()
+        self.deployment = Deployment(self.gateway, self.folder, {"solver": self.first, "critic": self.first})
+        self.failed = await self.deployment.restore()
+        self.admin.deployment = self.deployment
+        self._announced = self.admin.announced(self.folder, self.gateway.url)
+        self._announced.__enter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._announced.__exit__(None, None, None)
+        await asyncio.to_thread(self.gateway.stop)
+        self.store.close()
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Running]:
+    (tmp_path / "live").mkdir()
+    async with Running(tmp_path / "live", weights(tmp_path, "first")) as running:
+        yield running
+
+
+async def versions_of(gateway: Gateway, calls: int, **headers: str) -> Counter[str]:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30, headers=headers) as client:
+        replies = await asyncio.gather(*(client.post("/chat/completions", json=ASK) for _ in range(calls)))
+    assert all(r.status_code == 200 for r in replies)
+    return Counter(r.json()["model"] for r in replies)
+
+
+async def test_a_share_of_the_calls_meets_the_version_on_trial_and_the_record_says_which(served: Running, tmp_path: Path) -> None:
+    release = await served.deployment.publish("solver", weights(tmp_path, "a"), share=0.25)
+    assert release.version == 1 and served.gateway.versions()["solver"] == 0
+    met = await versions_of(served.gateway, 400)
+    assert 60 <= met["solver@v1"] <= 145 and met["solver@v1"] + met["solver@v0"] == 400  # 100 +- 5 deviations
+    by_version = served.deployment.status()["policies"]["solver"]["calls"]
+    assert by_version["1"] == met["solver@v1"]
+    await served.deployment.promote("solver")
+    assert await versions_of(served.gateway, 5) == {"solver@v1": 5}
+    assert "unload solver@v0" in served.engine.events
+
+
+async def test_publish_rollback_and_publish_go_back_to_what_served_before_and_never_reuse_a_number(served: Running, tmp_path: Path) -> None:
+    deployment = served.deployment
+    with pytest.raises(GatewayError, match="nothing to go back to"):
+        await deployment.rollback("solver")
+    await deployment.publish("solver", weights(tmp_path, "good"))
+    await deployment.publish("solver", weights(tmp_path, "bad"))
+    back = await deployment.rollback("solver")
+    assert back is not None and (back.version, back.of) == (3, 1) and back.digest == deployment.releases[0].digest
+    await deployment.publish("solver", weights(tmp_path, "worse"))
+    again = await deployment.rollback("solver")
+    assert again is not None and (again.version, again.of) == (5, 1)  # not v2, which was left for good reason
+    first = await deployment.rollback("solver")
+    assert first is not None and (first.version, first.of) == (6, 0)
+    with pytest.raises(GatewayError, match="nothing to go back to"):
+        await deployment.rollback("solver")
+    assert served.gateway.versions() == {"solver": 6, "critic": 0}
+
+
+async def test_a_rollback_during_a_trial_ends_the_trial(served: Running, tmp_path: Path) -> None:
+    await served.deployment.publish("solver", weights(tmp_path, "a"))
+    await served.deployment.publish("solver", weights(tmp_path, "b"), share=0.5)
+    assert await served.deployment.rollback("solver") is None
+    assert served.gateway.versions()["solver"] == 1 and await versions_of(served.gateway, 20) == {"solver@v1": 20}
+
+
+async def test_a_publish_that_fails_leaves_everything_as_it_was(served: Running, tmp_path: Path) -> None:
+    await served.deployment.publish("solver", weights(tmp_path, "a"))
+    bad = weights(tmp_path, "b")
+    write_canary(bad, Canary([1], [2], [-0.5]))
+    served.engine.score_offset = 3.0
+    with pytest.raises(EngineError, match="canary"):
+        await served.deployment.publish("solver", bad)
+    for wrong, share in ((tmp_path / "none", 1.0), (bad, 0.0), (bad, 1.5)):
+        with pytest.raises(GatewayError):
+            await served.deployment.publish("solver", wrong, share=share)
+    with pytest.raises(GatewayError, match="no policy 'nobody'"):
+        await served.deployment.publish("nobody", bad)
+    assert served.gateway.versions()["solver"] == 1 and len(served.deployment.releases) == 1
+    assert sorted(p.name for p in (served.folder / "releases" / "solver").iterdir()) == ["v1"]
+    served.engine.score_offset = 0.0
+
+
+async def test_a_deployment_started_again_serves_what_it_served_before(tmp_path: Path) -> None:
+    (tmp_path / "live").mkdir()
+    first = weights(tmp_path, "first")
+    async with Running(tmp_path / "live", first) as run:
+        source = weights(tmp_path, "a")
+        await run.deployment.publish("solver", source)
+        await run.deployment.publish("solver", weights(tmp_path, "b"), share=0.5)
+        shutil.rmtree(source)  # a training run prunes its checkpoints
+    async with Running(tmp_path / "live", first) as run:
+        assert run.failed == {} and run.gateway.versions()["solver"] == 1
+        assert run.gateway.trials()["solver"].version == 2
+        assert (await run.deployment.publish("solver", weights(tmp_path, "c"))).version == 3
+    (tmp_path / "live" / "releases" / "solver" / "v3" / "model.safetensors").write_bytes(b"changed")
+    async with Running(tmp_path / "live", first) as run:
+        assert "changed" in run.failed["solver"] and run.gateway.versions()["solver"] == 0
+    (tmp_path / "live" / HISTORY).write_text("{")
+    run = Running(tmp_path / "live", first)
+    with pytest.raises(GatewayError, match="can't be read"):
+        await run.__aenter__()
+    run.gateway.stop()
+    run.store.close()
+
+
+async def test_weights_that_can_be_gone_back_to_are_kept_and_others_are_not(served: Running, tmp_path: Path) -> None:
+    for number in range(8):
+        await served.deployment.publish("solver", weights(tmp_path, f"w{number}"))
+    kept = sorted(p.name for p in (served.folder / "releases" / "solver").iterdir())
+    assert kept == ["v5", "v6", "v7", "v8"]
+
+
+async def test_the_client_in_another_process_needs_the_key_and_finds_the_deployment(served: Running, tmp_path: Path) -> None:
+    control_file = served.folder / CONTROL
+    assert stat.S_IMODE(control_file.stat().st_mode) == 0o600
+    assert running(tmp_path) == [served.folder]
+    a = weights(tmp_path, "a")
+
+    def use() -> None:
+        with Control(served.folder) as control:
+            assert control.publish("solver", a, share=0.5)["version"] == 1
+            assert control.status()["policies"]["solver"]["trial"] == {"version": 1, "share": 0.5}
+            assert control.promote("solver")["version"] == 1
+            with pytest.raises(GatewayError, match="no version of 'solver' is on trial"):
+                control.promote("solver")
+            assert control.rollback("solver")["of"] == 0  # type: ignore[index]
+        base = served.gateway.url.removesuffix("/v1")
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            for method, path in (("GET", "status"), ("POST", "publish"), ("POST", "rollback"), ("POST", "promote")):
+                assert httpx.request(method, f"{base}/admin/{path}", headers=headers, json={}).status_code == 401
+        key = {"authorization": "Bearer admin-key"}
+        for body in ([], {"policy": 3}, {"policy": "solver"}, {"policy": "solver", "weights": str(a), "share": "all"}):
+            assert httpx.post(f"{base}/admin/publish", headers=key, json=body).status_code == 400
+        assert httpx.post(f"{base}/admin/publish", headers=key, content=b"{").status_code == 400
+
+    await asyncio.to_thread(use)
+    assert "admin-key" not in (served.folder / HISTORY).read_text()
+    with pytest.raises(GatewayError, match="no deployment runs in"):
+        Control(tmp_path)
+
+
+async def test_calls_of_an_episode_meet_one_version(served: Running, tmp_path: Path) -> None:
+    await served.deployment.publish("solver", weights(tmp_path, "a"), share=0.5)
+    met = Counter()
+    for episode in range(40):
+        (version,) = await versions_of(served.gateway, 3, **{"x-mappa-episode": f"e{episode}"})
+        met[version] += 1
+    assert 5 <= met["solver@v1"] <= 35
+
+
+def test_a_canary_that_is_none_is_said(tmp_path: Path) -> None:
+    folder = weights(tmp_path, "a")
+    assert read_canary(folder) is None
+    (folder / "canary.json").write_text('{"prompt": 1}')
+    with pytest.raises(GatewayError, match="is no canary"):
+        read_canary(folder)
+
+
+@pytest.mark.slow
+def test_serve_publish_status_and_rollback_from_the_command_line(tmp_path: Path) -> None:
+    from mappa_graph.cli import main
+    from tests.fakes.tinymodel import make_tiny_model
+
+    models = [make_tiny_model(tmp_path / f"m{seed}", seed) for seed in range(2)]
+    live = tmp_path / "live"
+    environment = """
+from langgraph.graph import START, StateGraph
+from mappa_graph import Agent, Environment, Task
+def build(models):
+    return StateGraph(dict).add_node("a", lambda s: s).add_edge(START, "a").compile()
+team = Environment("team", agents=[Agent("solver")], build_graph=build, tasks=[Task("t", "p")], grade=lambda t, s: True)
+"""
+    (tmp_path / "served_team.py").write_text(environment)
+    (tmp_path / "served.yaml").write_text(f"model: {models[0]}\nenvironment:\n  name: served_team:team\n")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mappa_graph.cli", "serve", "served.yaml", "--port", "0", "--run", str(live)],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "COLUMNS": "400", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        said = ""
+        while "serving solver@v0" not in said:
+            line = server.stdout.readline()
+            assert line, said
+            said += line
+        main_args = ["--to", str(live)]
+        with pytest.raises(SystemExit) as done:
+            main(["publish", str(models[1]), "--agent", "solver", "--share", "0.5", *main_args])
+        assert done.value.code == 0
+        url = json.loads((live / CONTROL).read_text())["url"]
+        reply = httpx.post(f"{url}/v1/chat/completions", json={**ASK, "model": "solver@v1"}, timeout=60)
+        assert reply.json()["model"] == "solver@v1"
+        for args in (["publish", "--promote"], ["status"], ["rollback"]):
+            with pytest.raises(SystemExit) as done:
+                main([*args, *main_args])
+            assert done.value.code == 0
+        assert httpx.get(f"{url}/health").json()["versions"] == {"solver": 2}
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.wait()
+    assert not (live / CONTROL).exists()
+    with pytest.raises(SystemExit) as done:
+        main(["status", *main_args])
+    assert done.value.code == 1
+    with pytest.raises((ConfigError, SystemExit)):
+        main(["publish", str(models[1]), "--agent", "solver", "--promote", *main_args])
