@@ -1,5 +1,8 @@
 """Attention over rows: each token once, each row reading its own path (see `packing`).
 
+Two implementations of the same: `mappa_rows` attends row by row through SDPA, with no mask over all pairs of tokens, and runs anywhere;
+`mappa_flex` is one FlexAttention call with a block mask, for GPUs.
+
 Registered with transformers as the attention implementation `mappa_rows`, which any model that takes attention functions from
 outside can use; the plan travels as the keyword `rows` of the model's forward. Grouped-query attention, sliding windows and
 logit soft caps are honoured; a model that needs more (attention sinks, recurrent layers, ALiBi) fails `takes_rows`, and is trained on
@@ -14,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
+from . import flex
 from .packing import Pack, Rows
 
 NAME = "mappa_rows"
@@ -83,20 +87,30 @@ AttentionInterface.register(NAME, rows_attention)
 def takes_rows(model: PreTrainedModel, fork: Pack, alone: Pack) -> str | None:
     """None if the model gives the same hidden states for a forked pack as for its sequences alone; else why not.
 
-    Leaves the model on the attention implementation `mappa_rows` when it does, and as it was when it doesn't.
+    Leaves the model on the first of the implementations that does, FlexAttention first on a GPU, and as it was when none does.
     """
     before = model.config._attn_implementation
     with torch.no_grad():
         plain = backbone(model, alone)[alone.source]
-        try:
-            model.set_attn_implementation(NAME)
+    reasons = []
+    for name in (flex.NAME, NAME) if model.device.type == "cuda" else (NAME,):
+        reason = _differs(model, fork, plain, name)
+        if reason is None:
+            return None
+        reasons.append(reason)
+    model.set_attn_implementation(before)
+    return reasons[-1]
+
+
+def _differs(model: PreTrainedModel, fork: Pack, plain: torch.Tensor, name: str) -> str | None:
+    try:
+        with torch.no_grad():
+            model.set_attn_implementation(name)
             rows = backbone(model, fork)[fork.source]
-        except (TypeError, ValueError, NotImplementedError, RuntimeError, AttributeError) as error:
-            model.set_attn_implementation(before)
-            return f"{type(error).__name__}: {error}"
+    except (TypeError, ValueError, NotImplementedError, RuntimeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
     if plain.shape == rows.shape and torch.allclose(plain, rows, rtol=1e-2, atol=1e-2 * float(plain.abs().max())):
         return None
-    model.set_attn_implementation(before)
     return "its hidden states differ from those of the sequences alone"
 
 

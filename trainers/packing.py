@@ -24,6 +24,8 @@ from .batch import Sample
 GROUP_WASTE = 0.25
 """Rows of different shapes are attended to in one call while padding adds at most this share of work, or this many pairs."""
 GROUP_SLACK = 16384
+PAIR_COST = 1 / 6144
+"""What a query and key cost beside a token: 4 D of 24 D^2 floating-point operations a layer, so 1 / (6 D), here for width D = 1024."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,12 @@ class Rows:
     groups: tuple[RowGroup, ...]
     place: torch.Tensor | None
     """`[T]` positions in the outputs of all groups, flattened one after another; None where that is the pack's own order."""
+    ends: torch.Tensor
+    """`[T]` where the tokens that descend from each end: token q sees token k just if `k <= q < ends[k]`."""
+    depth: torch.Tensor
+    """`[T]` each token's place in its own sequence."""
+    masks: dict[int | None, Any] = field(default_factory=dict)
+    """FlexAttention's block masks by window, made when first used."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,11 @@ class Pack:
     """Positions that are not computed because an earlier row has them."""
 
 
-def tree_packs(samples: Sequence[Sample], budget: int, device: torch.device | str = "cpu") -> list[Pack]:
-    """Packs of at most `budget` unique tokens (a longer single sequence gets one of its own), split as evenly as the trie allows."""
+def tree_packs(samples: Sequence[Sample], budget: int, device: torch.device | str = "cpu", *, pair_cost: float = PAIR_COST) -> list[Pack]:
+    """Packs of at most `budget` unique tokens (a longer single sequence gets one of its own), of costs as even as the trie allows.
+
+    The cost of a pack is its tokens, plus `pair_cost` for every pair of a token and one that it sees.
+    """
     if not samples:
         return []
     sequences = [_sequence(s) for s in samples]
@@ -99,16 +110,19 @@ def tree_packs(samples: Sequence[Sample], budget: int, device: torch.device | st
     arrays = {i: np.asarray(sequences[i], dtype=np.int64) for i in order}
     shared = [0] + [_common(arrays[a], arrays[b]) for a, b in pairwise(order)]
     total = sum(len(sequences[i]) for i in order) - sum(shared)
-    target = -(-total // -(-total // budget))
+    costs = [_cost(len(sequences[i]), kept, pair_cost) for i, kept in zip(order, shared, strict=True)]
+    target = sum(costs) / -(-total // budget)
     packs: list[Pack] = []
-    start, size = 0, len(sequences[order[0]])
+    start, size, cost = 0, len(sequences[order[0]]), costs[0]
     for at in range(1, len(order)):
-        own = len(sequences[order[at]]) - shared[at]
-        if size + own > budget or (size >= target and own > 0):
+        whole = len(sequences[order[at]])
+        own = whole - shared[at]
+        if size + own > budget or (own > 0 and cost >= target):
             packs.append(_tree_pack(samples, order[start:at], arrays, shared[start:at], device))
-            start, size = at, len(sequences[order[at]])
+            start, size, cost = at, whole, _cost(whole, 0, pair_cost)
         else:
             size += own
+            cost += costs[at]
     packs.append(_tree_pack(samples, order[start:], arrays, shared[start:], device))
     return packs
 
@@ -124,6 +138,11 @@ def padded_packs(samples: Sequence[Sample], budget: int, device: torch.device | 
         packs.append(_padded_pack(samples, chosen, width, device))
         start += len(chosen)
     return packs
+
+
+def _cost(whole: int, kept: int, pair_cost: float) -> float:
+    own = whole - kept
+    return own + pair_cost * (own * kept + own * (own + 1) / 2)
 
 
 def _sequence(sample: Sample) -> tuple[int, ...]:
@@ -145,10 +164,13 @@ def _tree_pack(
     places: list[np.ndarray] = []
     paths: list[np.ndarray] = []
     rows: list[tuple[np.ndarray, int]] = []  # path, number of owned tokens
+    ends = np.empty(sum(len(arrays[i]) for i in chosen), dtype=np.int64)
     size = 0
     for at, i in enumerate(chosen):
         kept = shared[at] if at else 0
         sequence = arrays[i]
+        if at:
+            ends[paths[-1][kept:]] = size  # sequences are sorted: what this one does not share, no later one does
         own = len(sequence) - kept
         path = np.concatenate([paths[-1][:kept], np.arange(size, size + own)]) if at else np.arange(own)
         paths.append(path)
@@ -157,19 +179,21 @@ def _tree_pack(
             places.append(np.arange(kept, len(sequence)))
             rows.append((path, own))
             size += own
+    ends[paths[-1]] = size
+    depth = np.concatenate(places)
     source = [path[len(samples[i].prompt_ids) - 1 :] for i, path in zip(chosen, paths, strict=True)]
     return Pack(
         input_ids=_tensor(np.concatenate(ids), device)[None],
-        position_ids=_tensor(np.concatenate(places), device)[None],
+        position_ids=_tensor(depth, device)[None],
         source=_tensor(np.concatenate(source), device),
-        rows=_plan(rows, size, device),
+        rows=_plan(rows, size, ends[:size], depth, device),
         tokens=size,
         shared=sum(map(len, paths)) - size,
         **_targets(samples, chosen, device),
     )
 
 
-def _plan(rows: Sequence[tuple[np.ndarray, int]], size: int, device: torch.device | str) -> Rows:
+def _plan(rows: Sequence[tuple[np.ndarray, int]], size: int, ends: np.ndarray, depth: np.ndarray, device: torch.device | str) -> Rows:
     """Groups of rows of like shape. Rooted rows never mix with others: they need no mask."""
     order = sorted(range(len(rows)), key=lambda r: (rows[r][1] < len(rows[r][0]), -len(rows[r][0]), -rows[r][1]))
     groups: list[RowGroup] = []
@@ -201,7 +225,7 @@ def _plan(rows: Sequence[tuple[np.ndarray, int]], size: int, device: torch.devic
         offset = np.array([len(rows[r][0]) - rows[r][1] for r in members], dtype=np.int64)
         groups.append(RowGroup(_tensor(queries, device), _tensor(keys, device), _tensor(offset, device), rooted, _run(queries), _run(keys)))
     ordered = filled == size and bool((place == np.arange(size)).all())
-    return Rows(tuple(groups), None if ordered else _tensor(place, device))
+    return Rows(tuple(groups), None if ordered else _tensor(place, device), _tensor(ends, device), _tensor(depth, device))
 
 
 def _run(index: np.ndarray) -> slice | None:

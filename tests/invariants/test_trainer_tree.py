@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mappa_graph.trainers import ReinforceTrainer, Sample, TrainerSettings
+from mappa_graph.trainers import ReinforceTrainer, Sample, TrainerSettings, flex
 from mappa_graph.trainers.attention import NAME
 from mappa_graph.trainers.learner import prepare
 from mappa_graph.trainers.logprobs import pack_logprobs
@@ -81,6 +81,45 @@ def test_logprobs_entropies_and_gradients_are_those_of_padded_rows(name, tmp_pat
         torch.testing.assert_close(rows, padded, rtol=1e-4, atol=2e-4)
         for parameter, expected in padded_grads.items():
             torch.testing.assert_close(grads[parameter], expected, rtol=1e-3, atol=3e-4, msg=f"{name} {parameter}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_call_with_a_block_mask_gives_the_logprobs_of_padded_rows(name, tmp_path):
+    torch.manual_seed(0)
+    MODELS[name]().save_pretrained(tmp_path / "model")
+    model = load_model(tmp_path / "model", torch.float32, "cpu")
+    samples = random_samples(4, agents={"a": "a"}, count=16)
+    with torch.no_grad():  # FlexAttention has no backward on a CPU
+        padded = logprobs_of(model, padded_packs(samples, 400), len(samples))
+        model.set_attn_implementation(flex.NAME)
+        for budget in (100_000, 60):
+            torch.testing.assert_close(logprobs_of(model, tree_packs(samples, budget), len(samples)), padded, rtol=1e-4, atol=2e-4)
+
+
+def logprobs_of(model, packs, count):
+    out = [torch.empty(0)] * count
+    for pack in packs:
+        for i, part in zip(pack.samples, pack_logprobs(model, pack)[0].split(list(pack.lengths)), strict=True):
+            out[i] = part
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_token_sees_its_own_path_and_nothing_else(seed, window):
+    samples = random_samples(seed, agents={"a": "a"}, count=20)
+    (pack,) = tree_packs(samples, 100_000)
+    index = torch.arange(pack.tokens)
+    seen = flex.sees(pack.rows, window)(None, None, index[:, None], index[None, :])
+    expected = torch.zeros(pack.tokens, pack.tokens, dtype=torch.bool)
+    for group in pack.rows.groups:
+        for queries, keys, offset in zip(group.queries.tolist(), group.keys.tolist(), group.offset.tolist(), strict=True):
+            for n, query in enumerate(queries):
+                if n and query == 0:
+                    break  # padding
+                path = keys[: offset + n + 1]
+                expected[query, path if window is None else path[-window:]] = True
+    assert seen.equal(expected)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -147,6 +186,20 @@ def test_micro_batches_are_split_evenly():
     samples = [Sample("a", "a", "e", str(i), (i, *range(9)), (7, 8), (-1.0,) * 2, ret=0.5) for i in range(100)]
     sizes = [pack.tokens for pack in tree_packs(samples, 500)]
     assert len(sizes) == 3 and max(sizes) - min(sizes) <= 2 * 11
+
+
+def test_micro_batches_cost_the_same_where_rows_differ_in_length():
+    long = [Sample("a", "a", "e", f"l{i}", (100 + i, *range(99)), (7, 8), (-1.0,) * 2, ret=0.5) for i in range(20)]
+    short = [Sample("a", "a", "e", f"s{i}", (i, *range(9)), (7, 8), (-1.0,) * 2, ret=0.5) for i in range(90)]
+
+    def spread(by: float) -> float:
+        costs = []
+        for pack in tree_packs([*long, *short], 1_500, pair_cost=by):
+            whole = [len(x.prompt_ids) + 1 for x in ((long + short)[i] for i in pack.samples)]
+            costs.append(sum(n + 0.1 * n * (n + 1) / 2 for n in whole))
+        return max(costs) / min(costs)
+
+    assert spread(0.1) < 1.3 < 3 < spread(0.0)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
