@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 ARGS ?=
 
-.PHONY: demo test install lint types unit bubblewrap results benchmarks package clean
+.PHONY: demo test install lint types unit bubblewrap results benchmarks package clean vllm test-vllm
 
 demo: install bubblewrap  ## train the MathChat team and write runs/demo/report.html
 	$(BIN)/mappa-graph demo $(ARGS)
@@ -37,6 +37,12 @@ types: install
 
 unit: install
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+vllm: install  ## vLLM in an environment of its own, in the cache folder, so that every checkout uses the same one
+	$(BIN)/python -m mappa_graph.gateway.vllm.environment
+
+test-vllm: vllm  ## tests that need a real vLLM
+	$(BIN)/pytest tests/vllm $(ARGS)
 
 results: install bubblewrap  ## make docs/results.md again (about an hour on 2 cores)
 	$(BIN)/python docs/results.py

@@ -20,7 +20,9 @@ try:
 except ImportError:
     orjson = None  # type: ignore[assignment]
 
-_DEFLATE_FROM = 512
+DEFLATE_FROM = 512
+DEFLATE_CALL_FROM = 4096
+"""Bytes. Of a call's texts, which are written while a client waits, only those are deflated that are long enough to pay at once."""
 
 
 def encode(value: Any) -> bytes:
@@ -44,10 +46,10 @@ def decode(data: bytes | str) -> Any:
     return json.loads(data)
 
 
-def dump(value: Any) -> bytes:
+def dump(value: Any, deflate_from: int = DEFLATE_FROM) -> bytes:
     """JSON bytes, deflated when that may pay. `load` reads both."""
     data = encode(value)
-    return b"z" + zlib.compress(data, 1) if len(data) >= _DEFLATE_FROM else data
+    return b"z" + zlib.compress(data, 1) if len(data) >= deflate_from else data
 
 
 def load(data: bytes) -> Any:
@@ -99,6 +101,7 @@ def read_call(row: Sequence[Any]) -> Call:
         logprobs=unpack_floats(logprobs), finish_reason=finish_reason, index=index, agent=agent, episode=episode, started=started,
         ended=ended, text=texts["text"], sampling=texts["sampling"],
         messages=tuple(texts["messages"]), tool_calls=tuple(texts["tool_calls"]),
+        last_version=texts.get("last_version"),
     )  # fmt: skip
 
 

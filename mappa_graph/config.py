@@ -57,8 +57,9 @@ class RunConfig(Section):
         may_grow = {"train.iterations", "evaluate.every", "rollout.concurrency", "rollout.episode_timeout_s", "engine.threads"}
         may_grow |= {f"coach.{name}" for name in ("concurrency", "timeout_s", "max_unscored_share", "retries", "cache")}
         may_grow |= {f"coach.{name}" for name in ("request_timeout_s", "max_wait_s")}
+        may_grow |= {"evaluate.pass_at", "loop.trackers", "loop.project", "loop.keep_refused"}
         changed = {k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)} - may_grow
-        return sorted(k for k in changed if not k.startswith(("coach.budget", "coach.prices")))
+        return sorted(k for k in changed if not k.startswith(("coach.budget", "coach.prices", "loop.alarms", "loop.early_stop")))
 
 
 def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -71,6 +71,8 @@ def connect_quick(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=0.0, check_same_thread=False, isolation_level=None)
     db.execute("PRAGMA synchronous = NORMAL")
     db.execute("PRAGMA wal_autocheckpoint = 0")
+    # A connection that has read nothing yet knows of no log, and its checkpoints do nothing.
+    db.execute("PRAGMA schema_version").fetchone()
     return db
 
 

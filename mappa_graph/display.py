@@ -216,6 +216,8 @@ def before_after_table(summary: Mapping[str, Any]) -> Group:
     table.add_row(Text("  95% interval", style="dim"), _interval(summary, "before"), _interval(summary, "after"), "")
     tasks = [number(summary, part, "n") for part in ("before", "after")]
     table.add_row(Text("  tasks", style="dim"), *(Text("–" if n is None else f"{n:.0f}", style="dim") for n in tasks), "")
+    for line in _metric_rows(summary):
+        table.add_row(*line)
     firsts, lasts = section(summary, "coach", "mean_by_agent_first"), section(summary, "coach", "mean_by_agent_last")
     for agent in dict.fromkeys([*firsts, *lasts]):
         first, last = number(firsts, agent), number(lasts, agent)
@@ -232,7 +234,33 @@ def before_after_table(summary: Mapping[str, Any]) -> Group:
     ]
     wall = number(summary, "wall_s", "total")
     facts += [f"wall time {wall:.0f} s"] if wall is not None else []
-    return Group(table, Text(", ".join(facts), style="dim"))
+    parts: list[RenderableType] = [table, Text(", ".join(facts), style="dim")]
+    ended = section(summary, "stopped").get("message")
+    if ended:
+        parts.append(Text(f"ended early: {one_line(str(ended), 1000)}", style="yellow"))
+    return Group(*parts)
+
+
+def _metric_rows(summary: Mapping[str, Any]) -> list[tuple[Text, Text, Text, Text]]:
+    """pass@k and majority where several samples a task were evaluated, and the metric that the best checkpoint is chosen by."""
+    by = str(section(summary, "best").get("by") or "accuracy")
+    paths: dict[str, tuple[str, ...]] = {
+        f"pass@{k}": ("pass_at", str(k), "value") for k in section(summary, "after", "pass_at") or section(summary, "before", "pass_at")
+    }
+    if section(summary, "after", "majority") or section(summary, "before", "majority"):
+        paths["majority"] = ("majority", "value")
+    if by not in ("accuracy", *paths):
+        paths[by] = ("score", "value") if by == "score" else ("metrics", by)
+    rows = []
+    for name, path in paths.items():
+        first, last = number(summary, "before", *path), number(summary, "after", *path)
+        shown = [("–" if v is None else f"{v:.4g}") if path[0] == "metrics" else _share(v) for v in (first, last)]
+        moved = "–"
+        if first is not None and last is not None:
+            moved = f"{last - first:+.4g}" if path[0] == "metrics" else f"{(last - first) * 100:+.1f} points"
+        best = " (chooses the best)" if name == by else ""
+        rows.append((Text(f"held-out {one_line(name, 30)}{best}"), Text(shown[0]), Text(shown[1]), Text(moved)))
+    return rows
 
 
 def spark(values: Sequence[float | None], low: float, high: float, width: int = 8) -> Text:

@@ -49,6 +49,8 @@ class Call:
     episode: str | None = None
     started: float = 0.0
     ended: float = 0.0
+    last_version: int | None = None
+    """The version at the call's end, where weights were swapped in place while it ran: each token is of one from `version` to this."""
 
     def __post_init__(self) -> None:
         if len(self.logprobs) != len(self.completion_ids):

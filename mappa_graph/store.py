@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from .codec import dump, load, pack_floats, pack_ids, read_call, read_episode, read_steps, write_steps
+from .codec import DEFLATE_CALL_FROM, dump, load, pack_floats, pack_ids, read_call, read_episode, read_steps, write_steps
 from .database import connect, connect_quick, way_out
 from .errors import StoreError
 from .record import Call, Episode, EpisodeStatus, EpisodeTrace, Failure, Outcome, Verdict, from_json, to_json
@@ -259,6 +259,8 @@ class TraceStore:
 
     def _call_row(self, call: Call) -> tuple[Any, ...]:
         payload: Any = {"text": call.text, "sampling": call.sampling, "messages": call.messages, "tool_calls": call.tool_calls}
+        if call.last_version is not None:
+            payload["last_version"] = call.last_version
         kept = True
         if self._redact is not None:
             plain = load(dump(payload))
@@ -267,7 +269,7 @@ class TraceStore:
         return (
             call.id, call.index, call.policy, call.version, call.agent, call.episode, call.finish_reason, call.started, call.ended,
             pack_ids(call.prompt_ids if kept else ()), pack_ids(call.completion_ids if kept else ()),
-            pack_floats(call.logprobs if kept else ()), dump(payload),
+            pack_floats(call.logprobs if kept else ()), dump(payload, DEFLATE_CALL_FROM),
         )  # fmt: skip
 
     def _trace(self, episode: Episode) -> EpisodeTrace:

@@ -25,7 +25,7 @@ _GROUP = 512
 _LARGE = 65_536
 """Tokens of one group from which on packing them is left to the thread."""
 _CHECKPOINT = 8 << 20
-"""Bytes written on loops after which the log is folded into the database."""
+"""Bytes written on loops after which the log is folded into the database; four times as many make the loops wait for that."""
 
 
 class CallWriter:
@@ -132,7 +132,7 @@ class CallWriter:
 
     def _commit_quickly(self, rows: Rows) -> bool:
         """Whether the rows are committed; where not, nothing of them is kept."""
-        if not self._turn.acquire(blocking=False):
+        if self._written > 4 * _CHECKPOINT or not self._turn.acquire(blocking=False):
             return False
         try:
             if self._quick is None:
@@ -143,8 +143,7 @@ class CallWriter:
             db.execute("BEGIN IMMEDIATE")
             db.executemany(self._sql, rows)
             db.execute("COMMIT")
-        except (sqlite3.Error, OSError):
-            # Mostly another writer's lock. The thread tries again, and its errors are told.
+        except Exception:  # noqa: BLE001  mostly another writer's lock; the thread tries again, and its errors are told
             with contextlib.suppress(sqlite3.Error):
                 if self._quick is not None and self._quick.in_transaction:
                     self._quick.execute("ROLLBACK")
@@ -206,17 +205,12 @@ class CallWriter:
         with contextlib.suppress(sqlite3.Error, OSError):
             if self._folder is None and self._connect is not None:
                 self._folder = self._connect()
-            if self._folder is not None and not _checkpoint(self._folder):
+            if self._folder is not None:
+                self._folder.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                 with self._turn:
-                    _checkpoint(self._folder)
+                    self._folder.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         self._written = 0
         self._folding = False
-
-
-def _checkpoint(db: sqlite3.Connection) -> bool:
-    """Whether all of the log was copied."""
-    _, pages, copied = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-    return bool(pages == copied)
 
 
 _Pending = tuple[Sequence[Call], "asyncio.Future[None]"]

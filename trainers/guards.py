@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mappa_graph.errors import ConfigError
+from mappa_graph.record import from_json
 from mappa_graph.sections.loop import AlarmsConfig
 
 from .batch import Sample
@@ -141,8 +142,7 @@ class Refused:
 
     def samples(self) -> list[Sample]:
         lines = (self.folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = (json.loads(line) for line in lines)
-        return [Sample(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows]
+        return [from_json(Sample, json.loads(line)) for line in lines]
 
 
 def keep_refused(

@@ -8,6 +8,7 @@ when, not what they compute.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 
@@ -54,11 +55,11 @@ def _present(package: str) -> bool:
 
 def _liger(model: PreTrainedModel) -> bool:
     try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+        liger = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except (ImportError, RuntimeError) as error:
         log.warning("liger-kernel is installed and can't be used: %s", error)
         return False
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+    if model.config.model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
         return False
-    _apply_liger_kernel_to_instance(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    liger._apply_liger_kernel_to_instance(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
     return True

@@ -126,7 +126,7 @@ class Learner:
         if settings.beta == 0.0 and one_step:  # pi_old is the training forward's own, and nobody asks for the KL
             return
         packs = scored.packs
-        if one_step and len(packs) == 1:
+        if one_step and len(packs) == 1 and not self.body.sharded:
             scored.live = self._forward(packs[0])
             old = [scored.live[0].detach()]
         else:
@@ -318,4 +318,5 @@ def _by_sample(packs: Sequence[Pack], values: Sequence[torch.Tensor], count: int
 
 def _parts(packs: Sequence[Pack], values: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
     for pack, tokens in zip(packs, values, strict=True):
-        yield from zip(pack.samples, tokens.split(list(pack.lengths)), strict=True)
+        if pack.samples:
+            yield from zip(pack.samples, tokens.split(list(pack.lengths)), strict=True)

@@ -32,7 +32,7 @@ from mappa_graph.store import TraceStore
 from .batch import Sample, samples_from_trace
 from .checkpoint import prune, save_checkpoint
 from .guards import Guard, keep_refused, refused_steps
-from .metrics import Batch, count_scores, row_of, shuffle_scores, write_metrics
+from .metrics import Batch, count_scores, plain, row_of, shuffle_scores, write_metrics
 from .pipeline import Rollouts, fresh
 from .publishing import publish
 from .sampling import tasks_of
@@ -165,8 +165,8 @@ async def _rollout(run: Run, iteration: int) -> list[EpisodeTrace]:
     jobs: list[Job] = []
     drawn: Counter[str] = Counter()
     for task in tasks:  # a task that is drawn twice gets other samples the second time
-        first = drawn[task.id] * config.samples
-        jobs += [Job(task, split="train", iteration=iteration, sample=first + s) for s in range(config.samples)]
+        offset = drawn[task.id] * config.samples
+        jobs += [Job(task, split="train", iteration=iteration, sample=offset + s) for s in range(config.samples)]
         drawn[task.id] += 1
     run.display.status(f"iteration {iteration}: {len(jobs)} episodes")
     sampling = Sampling(config.temperature, config.top_p, config.max_tokens)
@@ -238,7 +238,7 @@ def _due(config: RunConfig, iteration: int) -> bool:
 
 
 async def _evaluate(run: Run, iteration: int, *, final: bool = False) -> dict[str, Any]:
-    """Held-out evaluation: on all its tasks at the ends of a run, else on `between_tasks`. Episodes that were run already are not run again."""
+    """Held-out evaluation: at a run's ends on all its tasks, else on `between_tasks`. An episode that was run already is not run again."""
     config = run.config.evaluate
     ends = final or iteration == run.config.train.iterations
     n = config.tasks if ends else config.between_tasks or config.tasks
@@ -283,6 +283,7 @@ def _choose_best(run: Run, row: Mapping[str, Any]) -> bool:
 async def _record(run: Run, row: dict[str, Any]) -> None:
     """Keeps a row: in the history, in a checkpoint, in `metrics.jsonl`, in the trackers, on the screen."""
     progress, config = run.progress, run.config
+    row = plain(row)
     is_best = _choose_best(run, row)
     progress.history.append(row)
     root = run.folder / "checkpoints"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,15 @@ def shuffle_scores(traces: Sequence[EpisodeTrace], *, seed: str) -> list[Episode
         for (i, action_id), (j, other) in zip(places, order, strict=True):
             moved[i][action_id] = traces[j].verdicts[other]
     return [replace(t, verdicts=v) for t, v in zip(traces, moved, strict=True)]
+
+
+def plain(data: Any) -> Any:
+    """The data with None for every number that is not finite: JSON has no word for it."""
+    if isinstance(data, Mapping):
+        return {key: plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def write_metrics(path: Path, history: Sequence[Mapping[str, Any]]) -> None:

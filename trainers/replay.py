@@ -9,8 +9,8 @@ the smallest part is left that is still refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,11 @@ from .guards import Refused, find_refused
 from .run import make_trainer
 
 if TYPE_CHECKING:
+    from .learner import Learner, Scored
     from .trainer import ReinforceTrainer
 
+GROWTH = 1000.0
+"""A largest weight that one update made this many times larger is named as a cause."""
 MOST = 20
 """Findings of one policy that are listed; the others are counted."""
 
@@ -75,9 +78,16 @@ def replay(run: Path, iteration: int | None = None) -> Replayed:
     trainer.load(folder)
     findings = _findings(trainer, samples, kept.refused)
     trainer.load(folder)
+    before = _largest(trainer)
     now = dict(trainer.update(samples).refused)
+    after = _largest(trainer)
     for policy in now:
-        if not any(f.policy == policy for f in findings):
+        if any(f.policy == policy for f in findings):
+            continue
+        if not after[policy] <= GROWTH * before[policy]:
+            what = f"weights: an earlier step of the same update took the largest from {before[policy]:.3g} to {after[policy]:.3g}"
+            findings.append(Finding(policy, what))
+        else:
             findings.append(_smallest(trainer, folder, policy, samples))
     shown = [f for policy in {f.policy: None for f in findings} for f in [g for g in findings if g.policy == policy][:MOST]]
     return Replayed(kept.iteration, state, len(samples), kept.refused, now, shown, len(findings) - len(shown))
@@ -94,6 +104,11 @@ def _state(run: Path, kept: Refused) -> tuple[Path, str]:
     return folder, f"of checkpoint {kept.checkpoint}, from before the update"
 
 
+def _largest(trainer: ReinforceTrainer) -> dict[str, float]:
+    """The largest absolute weight of each policy."""
+    return {name: max((float(p.detach().abs().max()) for p in each.parameters), default=0.0) for name, each in trainer.learners.items()}
+
+
 def _findings(trainer: ReinforceTrainer, samples: Sequence[Sample], policies: Iterable[str]) -> list[Finding]:
     """What is not finite before any loss, by policy and sample."""
     found: list[Finding] = []
@@ -101,30 +116,47 @@ def _findings(trainer: ReinforceTrainer, samples: Sequence[Sample], policies: It
     parts = {policy: learner.plan([s for s in usable if s.policy == policy], 0) for policy, learner in trainer.learners.items()}
     for policy, part in parts.items():
         learner = trainer.learners[policy]
-        bad = [name for name, p in learner.model.named_parameters() if not bool(p.isfinite().all())]
+        bad = [name for name, p in zip(learner.body.names, learner.parameters, strict=True) if not bool(p.isfinite().all())]
         if bad:
             found.append(Finding(policy, f"{len(bad)} of its weight tensors, the first is {bad[0]}"))
         learner.score(part)
     trainer._advantages(list(parts.values()))
-    for policy, part in parts.items():
-        kl = part.kl()
-        for i, sample in enumerate(part.samples):
-            # Where one step needs no old log-probs beforehand, none were computed: then the forward is made here.
-            old = part.old[i].tolist() if part.old is not None else trainer.learners[policy].logprobs(sample)
-            rows: list[tuple[str, Sequence[float]]] = [
-                ("log-probs of the engine", sample.engine_logprobs),
-                ("log-probs under its weights", old),
-                ("log-probs under its first weights", [] if part.reference is None else part.reference[i].tolist()),
-                ("KL times beta, in the reward", (kl[i] * trainer.settings.beta).flip(0).cumsum(0).flip(0).tolist()),
-                ("advantages", part.advantages[i].tolist()),
-            ]
-            for what, values in rows:
-                where = [t for t, value in enumerate(values) if not math.isfinite(value)]
-                if where:
-                    found.append(Finding(policy, what, sample.agent, sample.episode, sample.action_id, (where[0], where[-1])))
-                    break
     wanted = set(policies)
+    for policy in wanted & parts.keys():
+        part = parts[policy]
+        for what, values in _stages(trainer, policy, part):
+            where = {i: [t for t, value in enumerate(row) if not math.isfinite(value)] for i, row in enumerate(values)}
+            spots = [(part.samples[i], tokens[0], tokens[-1]) for i, tokens in where.items() if tokens]
+            found += [Finding(policy, what, s.agent, s.episode, s.action_id, (first, last)) for s, first, last in spots]
+            if spots:
+                break
     return [f for f in found if f.policy in wanted]
+
+
+def _stages(trainer: ReinforceTrainer, policy: str, part: Scored) -> Iterator[tuple[str, list[Sequence[float]]]]:
+    """What an update computes of a policy's samples, in its order: a name, and numbers by token of each sample."""
+    beta, kl = trainer.settings.beta, part.kl()
+    yield "log-probs of the engine", [s.engine_logprobs for s in part.samples]
+    yield "log-probs under its weights", [_alone(trainer.learners[policy], s) for s in part.samples]
+    yield "log-probs under its first weights", [] if part.reference is None else [r.tolist() for r in part.reference]
+    yield "KL times beta, in the reward", [(k * beta).flip(0).cumsum(0).tolist() for k in kl]
+    yield "advantages", [a.tolist() for a in part.advantages]
+
+
+def _alone(learner: Learner, sample: Sample) -> list[float]:
+    """A sample's log-probs without the rest of its batch, not finite from the first token on that is not so by itself.
+
+    Attention multiplies what it masks with zero, so what is not finite spreads to all of a pack, and to earlier tokens.
+    """
+    values = learner.logprobs(sample)
+    if all(map(math.isfinite, values)):
+        return values
+    good, bad = 0, len(values)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        part = replace(sample, completion_ids=sample.completion_ids[:middle], engine_logprobs=sample.engine_logprobs[:middle])
+        good, bad = (middle, bad) if all(map(math.isfinite, learner.logprobs(part))) else (good, middle)
+    return [0.0] * good + [math.nan] * (len(values) - good)
 
 
 def _smallest(trainer: ReinforceTrainer, folder: Path, policy: str, samples: Sequence[Sample]) -> Finding:

@@ -31,14 +31,16 @@ class Scorer(torch.nn.Module):
         self.model = model
 
     def forward(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-        return pack_logprobs(self.model, pack)
+        logprobs, entropy = pack_logprobs(self.model, pack)
+        return logprobs.clone(), entropy  # the hook that gathers shards again is lost on a view
 
 
 @dataclass(frozen=True)
 class Sharding:
     """How models are cut up: over all processes, one group of tensors per layer."""
 
-    device: str
+    group: torch.distributed.ProcessGroup
+    device: str = "cpu"
     """Type of the device on which shards lie: cuda or cpu."""
     reshard_after_forward: bool = True
     """Free a layer after its forward and gather it again for its backward; False takes more memory and less time."""
@@ -49,13 +51,13 @@ class Sharding:
 
     def shard(self, model: PreTrainedModel) -> Scorer:
         """Cuts a model up where it stands; its parameters become parts of what they were."""
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
-        mesh = init_device_mesh(self.device, (torch.distributed.get_world_size(),))
-        options: dict[str, Any] = {"mesh": mesh}
+        mesh = DeviceMesh.from_group(self.group, self.device)
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.reshard_after_forward}
         if self.cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy()
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         kinds = set(self.layers or model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
         if not layers:
@@ -64,12 +66,13 @@ class Sharding:
                 hint="name its layer's class: accelerate launch --fsdp_transformer_layer_cls_to_wrap",
             )
         for layer in layers:
-            fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
+            fully_shard(layer, **options)
         scorer = Scorer(model)
         fully_shard(scorer, **options)
         for module in scorer.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         return scorer
 
 

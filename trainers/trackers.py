@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 EXTRAS = {"tensorboard": "trackers", "wandb": "trackers", "trackio": "trackers", "mlflow": "mlflow"}
 CLOSE_S = 30.0
 """How long a run that ends waits for a tracker."""
-_SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+_SECRET = re.compile(r"(^|_)key$|apikey|(^|_)token$|secret|passw|credential", re.IGNORECASE)
 _PLAIN = re.compile(r"[^A-Za-z0-9_\-. /]")
 
 
@@ -178,10 +178,11 @@ class _Worker:
 
     def _start(self) -> Any:
         known = self._ids.get(self.name)
-        tracker = _MAKE[self.name](self._config, self._folder, known or uuid.uuid4().hex[:12])
+        id = known or uuid.uuid4().hex[:12]
+        tracker = _MAKE[self.name](self._config, self._folder, id)
         tracker.start()
         if known is None:
-            self._ids.put(self.name, _id_of(self.name, tracker))
+            self._ids.put(self.name, str(tracker.tracker.info.run_id) if self.name == "mlflow" else id)
             try:
                 tracker.store_init_configuration(self._settings)
             except Exception as error:  # noqa: BLE001  rows may still be taken
@@ -245,11 +246,3 @@ _MAKE: dict[str, Callable[[RunConfig, Path, str], Any]] = {
     "trackio": _trackio,
     "mlflow": _mlflow,
 }
-
-
-def _id_of(name: str, tracker: Any) -> str:
-    if name == "mlflow":
-        return str(tracker.tracker.info.run_id)
-    if name == "wandb":
-        return str(tracker.tracker.id)
-    return str(tracker.init_kwargs.get("name", "")).rpartition("-")[2] or "tensorboard"

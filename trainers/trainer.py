@@ -231,8 +231,8 @@ class ReinforceTrainer(AbstractContextManager["ReinforceTrainer"]):
     def save(self, folder: Path | str) -> None:
         """Put everything that `load` needs into `folder`: weights, optimizer, steps, random state."""
         folder = Path(folder)
-        for policy in self.learners:
-            self.save_weights(policy, folder / POLICIES / policy)
+        for policy, learner in self.learners.items():
+            learner.body.save(folder / POLICIES / policy, write=self.ranks.rank == 0)
         state = {
             "kind": "full" if self.settings.lora is None else "lora",
             "updates": self.updates,

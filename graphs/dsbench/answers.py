@@ -38,7 +38,7 @@ def resolve(task: Task) -> Answers:
     raise TaskError(f"task {task.id!r} has no answers to be graded by", hint="make DSBench tasks with dsbench.load_tasks")
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def read_answers(path: str, id_column: str, targets: tuple[str, ...]) -> Answers:
     """The id and target columns of an answer CSV. Raises `TaskError` naming the file and the column or row that is wrong."""
     try:

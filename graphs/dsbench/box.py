@@ -1,8 +1,9 @@
 """The desk: one episode's sandbox session, with the ledger of its files and a look at each file that is written.
 
 Every run of code goes through `Desk.run`, which adds one line to the execution's note: `[workspace]` and JSON that says what the files
-that changed hold. The agent is told it, the coach finds it in its case, and a later reader in the trace. What an agent pickled is opened
-by the sandbox only (`Box.preview`): the line is the word of hostile data, as JSON on one line, bounded, and used as a description alone.
+that changed hold, and who owes what is missing. The agent is told it, the coach finds it in its case, and a later reader in the trace.
+What an agent pickled is opened by the sandbox only (`Box.preview`): the line is the word of hostile data, as JSON on one line, bounded,
+and used as a description alone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SUBMISSION_BYTES = 8 * 1024 * 1024
 _LOOKS = 6
 """Files that are looked at after one run of code; those that the team declares come first."""
 _COLUMNS, _NAME, _TEXT = 40, 48, 240
+_TOLD = ("kind", "id", "targets", "form", "train_rows", "test_rows")
 _TABLES = (".pkl", ".pickle", ".joblib", ".csv", ".tsv", ".parquet", ".npy", ".npz")
 
 
@@ -42,7 +44,8 @@ class Desk:
         given: the task's own files, as they were put into the session.
         grade: grades the text of a submission (None: there is none), where the coach may know the grade as soon as one is written. Agents
             are never told.
-        submission_bytes: the largest submission that is read.
+        handed_in: the file that is handed in.
+        submission_bytes: the largest such file that is read.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Desk:
         facts: Facts | None = None,
         given: Mapping[str, bytes] | None = None,
         grade: Callable[[str | None], Outcome] | None = None,
+        handed_in: str = SUBMISSION,
         submission_bytes: int = SUBMISSION_BYTES,
     ) -> None:
         self.box = box
@@ -60,7 +64,10 @@ class Desk:
         self.ledger = Ledger(agents)
         self.acting = ""
         """The agent whose code runs; set by the graph."""
+        self._team = tuple(agents)
+        self._runs = 0
         self._grade = grade
+        self._handed_in = handed_in
         self._limit = submission_bytes
         self._declared = tuple(name for agent in agents for name in (*agent.reads, *agent.writes))
         self._looks: dict[str, dict[str, Any]] = {}
@@ -76,18 +83,22 @@ class Desk:
     async def run(self, code: str, timeout_s: float | None = None, *, name: str = "python", tool_call_id: str | None = None) -> Execution:
         """Runs code as `Box.run` does, with the `[workspace]` line in the note."""
         execution: Execution = await self.box.run(code, timeout_s, name=name, tool_call_id=tool_call_id)
-        self.ledger.record(self.acting, f"{self.acting}", execution)
+        self._runs += 1
+        self.ledger.record(self.acting, f"{self.acting}/{self._runs}", execution)
         for change in execution.files:
             self._looks.pop(change.path, None)
         changed = [c.path for c in execution.files if c.change != "deleted" and c.path.lower().endswith(_TABLES)]
         changed.sort(key=lambda path: (not self._is_declared(path), path))
         seen = [await self._look(path) for path in changed[:_LOOKS]]
-        line = WORKSPACE + json.dumps({"task": dict(self.facts), "files": seen})
+        concerned = [name for agent in self._team if agent.name == self.acting for name in (*agent.reads, *agent.writes)]
+        missing = {name: self.ledger.who_owed(name).reason for name in self.missing(concerned)}
+        task = {key: value for key, value in self.facts.items() if key in _TOLD}
+        line = WORKSPACE + json.dumps({"task": task, "files": seen, "missing": missing})
         return replace(execution, note=f"{execution.note}\n{line}".strip())
 
     async def graded(self, execution: Execution) -> Execution:
         """The execution as the coach is to find it: with a `[grade]` line where it wrote a submission and that may be graded now."""
-        if self._grade is None or not any(c.path == SUBMISSION and c.change != "deleted" for c in execution.files):
+        if self._grade is None or not any(c.path == self._handed_in and c.change != "deleted" for c in execution.files):
             return execution
         text, problem = await self.submission()
         outcome = await asyncio.to_thread(self._grade, text)
@@ -96,15 +107,18 @@ class Desk:
         return replace(execution, note=f"{execution.note}\n{GRADE}{json.dumps(shown)}".strip())
 
     async def submission(self) -> tuple[str | None, str]:
-        """The submission as text, or None and why. It is read as bytes with a size limit, and never opened as anything else."""
+        """The submission as text; None and why it can't be read; or None and "" where there is none.
+
+        It is read as bytes with a size limit, and never opened as anything else.
+        """
         try:
-            data = await self.box.get(SUBMISSION, self._limit)
+            data = await self.box.get(self._handed_in, self._limit)
         except SandboxError as error:
-            return None, str(error) if SUBMISSION in await self.box.files() else f"there is no {SUBMISSION}"
+            return None, str(error) if self._handed_in in await self.box.files() else ""
         try:
             return data.decode("utf-8-sig"), ""
         except UnicodeDecodeError as error:
-            return None, f"{SUBMISSION} is not text in UTF-8: {error.reason} at byte {error.start}"
+            return None, f"{self._handed_in} is not text in UTF-8: {error.reason} at byte {error.start}"
 
     def missing(self, names: Sequence[str]) -> list[str]:
         """Those of some declared names that no file has."""

@@ -2,8 +2,9 @@
 
 Everything follows from the recipe and the seed: which rows are used, in which order, which values are blanked out, the ids, and who is
 a test row. Ids are drawn at random without repetition, so neither an id nor a row's place says anything of the source table's order or
-of the target. The one thing to know: the tables themselves are public and installed. What a sandbox is given cannot tell the answers, but
-code that goes and loads the source table could look them up; `looks_up_source` recognises it.
+of the target, and the answers are made in this process's memory, on no disk. The one thing to know: the tables themselves are public and
+installed. What a sandbox is given cannot tell the answers, but code that goes and loads the source table could look them up:
+`recipes.source_folders` names what a sandbox should hide, and `looks_up_source` recognises such code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Recipes: short names that stand for code, some right and some faulty.
 
 A model of a million parameters can't write a data pipeline, but it can choose one: in the "compact" style an agent says `use features`,
-and the graph runs the code that the name stands for. The scripted teams (`scripted.py`) take their code from here too. Each faulty recipe has
-one fault of the kind that real agents make; nothing in a name tells the graph or the coach which recipes those are.
+and the graph runs the code that the name stands for. The scripted teams (`scripted.py`) take their code from here too. Each faulty recipe
+has one fault of the kind that real agents make; neither graph nor coach looks at a recipe's name, only at what its code does.
 """
 
 from __future__ import annotations

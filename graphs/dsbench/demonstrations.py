@@ -1,9 +1,9 @@
 """What an imperfect team would have said: texts for the supervised warm start of a tiny model in the "compact" style.
 
-Each demonstration is one action in a made-up episode on a training task, whose agents choose a wrong recipe with probability `imperfection`.
-Prompts come from the same function as the graph's. What a recipe would do is looked up in a table here (`_effect`); nothing is run. Wrong
-recipes are spread evenly, but an agent's likeliest choice is a wrong one, so that neither sampling nor greedy decoding solves
-much before training.
+Each demonstration is one action in a made-up episode on a training task, whose agents choose a wrong recipe with probability
+`imperfection`. Prompts come from the same function as the graph's. What a recipe would do is looked up in a table here (`_effect`);
+nothing is run. Wrong recipes are spread evenly, but an agent's likeliest choice is a wrong one, so that neither sampling nor greedy
+decoding solves much before training.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def _episode(
         for turn in range(most):
             best = right(agent.name, facts)
             recipe = best if rng.random() >= imperfection else _wrong(agent.name, best, rng)
-            prompt = messages(
-                agent, "", facts, (), (), turns, prompts="compact", visibility=visibility, missing=missing, most_turns=most
-            )
+            prompt = messages(agent, "", facts, (), (), turns, prompts="compact", visibility=visibility, missing=missing, most_turns=most)
             text = f"use {recipe}"
             yield Demonstration(
                 agent=agent.name, messages=prompt, completion=text, recipe=recipe, right=recipe == best, task_id=task_id

@@ -122,7 +122,8 @@ def submission_rules(
         known = list((labels or {}).get(target, ()))
         some = ", ".join(known[:30]) + (", …" if len(known) > 30 else "")
         if form == "label":
-            lines.append(f"{target}: one of the labels {some}.")
+            counted = f" F1 is that of {positive[target]}." if positive and target in positive else ""
+            lines.append(f"{target}: one of the labels {some}.{counted}")
         elif form == "ranking":
             lines.append(f"{target}: up to three different labels, the likeliest first, with spaces between them: {some}.")
         elif form == "probability" and positive and target in positive:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from mappa_graph.environment import Environment, Task
+from mappa_graph.agent import Agent
+from mappa_graph.environment import Environment, Task, Tasks
 from mappa_graph.errors import ConfigError, TaskError
 from mappa_graph.graphs.mathchat.box import Pool
 from mappa_graph.graphs.mathchat.factory import cell_deadline, make_pool, pool_limits, wall_of
 from mappa_graph.record import Outcome
 
-from .box import Desk, DSBenchContext
+from .box import SUBMISSION, Desk, DSBenchContext
 from .demonstrations import Demonstration, demonstrations
 from .facts import facts_of
-from .graph import build_graph
 from .grading import grade_submission
+from .graph import build_graph
 from .metrics import environment_metrics
-from .prompts import AGENTS, TEAM, Prompts, Style, Visibility, check_style
+from .prompts import TEAM, Prompts, Style, Visibility, check_style
 from .rules import RULES
+from .state import DSBenchInput
 from .tasks import load_tasks, sandbox_files
 
 PRELOAD = (
@@ -33,8 +35,19 @@ PRELOAD = (
 """Modules that are there at once in every kernel: importing scikit-learn anew would cost each episode most of a second."""
 
 
+Files = Callable[[Task], Mapping[str, bytes]]
+Graded = Outcome | float | bool
+GradeText = Callable[[Task, str | None], Graded]
+
+
 def environment(
     *,
+    team: Sequence[Agent] = TEAM,
+    tasks: Tasks | None = None,
+    files: Files | None = None,
+    grade: GradeText | None = None,
+    handed_in: str = SUBMISSION,
+    name: str = "dsbench",
     folder: str | Path | None = None,
     tasks_file: str | Path | None = None,
     prompts_file: str | Path | None = None,
@@ -52,9 +65,16 @@ def environment(
     imperfection: float = 0.7,
     sandbox: Mapping[str, Any] | Pool | None = None,
 ) -> Environment:
-    """The DSBench environment.
+    """The DSBench environment; or, with a team, tasks, files and a grade of one's own, any pipeline of agents that hand files on.
 
     Args:
+        team: who acts, in order, with what each reads and writes.
+        tasks: one's own, as `Environment` takes them. They need `files` and `grade` as well.
+        files: `files(task)` -> name -> contents: what the sandbox begins with. Never put answers there.
+        grade: `grade(task, text)` of what was handed in (None: nothing that can be read) -> an `Outcome`, a number in 0..1, or a bool. It
+            runs in a thread.
+        handed_in: the file that is handed in and graded.
+        name: of the environment.
         folder, tasks_file, prompts_file, missing: the public benchmark's data (`load_tasks`); without a folder, the built-in tasks.
         style, prompts, visibility, turns, cell_timeout_s, opens_thinking: as `build_graph`.
         seed: of the built-in tasks.
@@ -66,16 +86,22 @@ def environment(
     Raises `ConfigError` or `TaskError` for what can't be used.
     """
     check_style(prompts, visibility, style)
-    unknown = [name for name in frozen if name not in AGENTS]
+    names = [agent.name for agent in team]
+    unknown = [one for one in frozen if one not in names]
     if unknown:
-        raise ConfigError(f"dsbench has no agent {', '.join(map(repr, unknown))} to freeze", hint=f"it has: {', '.join(AGENTS)}")
+        raise ConfigError(f"{name} has no agent {', '.join(map(repr, unknown))} to freeze", hint=f"it has: {', '.join(names)}")
+    if (tasks is None) != (files is None) or (tasks is None) != (grade is None):
+        raise ConfigError("tasks of one's own need files and grade beside them", hint="give all three, or none for DSBench's own")
+    if tasks is not None and folder is not None:
+        raise ConfigError("both tasks and folder are given", hint="folder is for the public benchmark's data")
+    given, graded = files or sandbox_files, grade or grade_submission
     settings = {"preload": PRELOAD, **sandbox} if isinstance(sandbox, Mapping) else {"preload": PRELOAD}
     own_pool = sandbox is None or isinstance(sandbox, Mapping)
     limits = pool_limits(settings) if own_pool else getattr(sandbox, "limits", None)
     told: dict[str, Any] = {}
 
     @cache
-    def tasks(split: str) -> Sequence[Task]:
+    def own_tasks(split: str) -> Sequence[Task]:
         found = load_tasks(folder, split=split, seed=seed, tasks_file=tasks_file, prompts_file=prompts_file, missing=missing)
         if found.notes:
             told["task_notes"] = [*told.get("task_notes", ()), *(note for note in found.notes if note not in told.get("task_notes", ()))]
@@ -96,10 +122,11 @@ def environment(
         return demonstrations(n_demonstrations, seed, imperfection, visibility=visibility, turns=turns)
 
     return Environment(
-        name="dsbench",
-        agents=[replace(agent, trainable=agent.name not in frozen) for agent in TEAM],
+        name=name,
+        agents=[replace(agent, trainable=agent.trainable and agent.name not in frozen) for agent in team],
         build_graph=partial(
             build_graph,
+            team=team,
             style=style,
             prompts=prompts,
             visibility=visibility,
@@ -107,41 +134,57 @@ def environment(
             cell_timeout_s=cell_timeout_s,
             opens_thinking=opens_thinking,
         ),
-        tasks=tasks,
-        grade=grade_state,
+        tasks=own_tasks if tasks is None else tasks,
+        grade=partial(grade_state, grade=graded),
         to_input=graph_input,
         shared=shared,
-        resources=partial(resources, coach_sees_grade=coach_sees_grade),
+        resources=partial(resources, team=team, files=given, grade=graded, handed_in=handed_in, coach_sees_grade=coach_sees_grade),
         coach_sees_reference=coach_sees_grade,
         rules=RULES,
-        demonstrations=demonstrated,
+        demonstrations=demonstrated if tasks is None and team is TEAM else None,
         facts=lambda: dict(told),
-        metrics=environment_metrics,
+        metrics=environment_metrics if tasks is None else None,
         deadlines=cell_deadline(cell_timeout_s, limits),
     )
 
 
-def graph_input(task: Task) -> dict[str, Any]:
-    return {"task": task.prompt, "facts": facts_of(task, sandbox_files(task))}
+def graph_input(task: Task) -> DSBenchInput:
+    return {"task": task.prompt}
 
 
-async def grade_state(task: Task, state: Any) -> Outcome:
-    """The grade of what was handed in, in a thread; why it could not be read is the reason where it could not."""
+async def grade_state(task: Task, state: Any, *, grade: GradeText = grade_submission) -> Outcome:
+    """The grade of what was handed in, in a thread; where it is there and could not be read, the reason says why."""
     text, problem = state.get("submission"), str(state.get("submission_problem") or "")
-    if not task.data.get("answers"):
-        raise TaskError(f"task {task.id!r} has no answers to grade against")
-    outcome = await asyncio.to_thread(grade_submission, task, text)
+    outcome = await asyncio.to_thread(_outcome, grade, task, text)
     return replace(outcome, reason=f"{outcome.reason}: {problem}") if text is None and problem else outcome
 
 
-def resources(task: Task, pool: Pool, *, coach_sees_grade: bool = True) -> AbstractAsyncContextManager[DSBenchContext]:
+def resources(
+    task: Task,
+    pool: Pool,
+    *,
+    team: Sequence[Agent] = TEAM,
+    files: Files = sandbox_files,
+    grade: GradeText = grade_submission,
+    handed_in: str = SUBMISSION,
+    coach_sees_grade: bool = True,
+) -> AbstractAsyncContextManager[DSBenchContext]:
     """The context of one episode: a desk on a sandbox session that begins with the task's files."""
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[DSBenchContext]:
-        files = await asyncio.to_thread(sandbox_files, task)
-        async with pool.session(files=files) as box:  # type: ignore[call-arg]
-            grade = partial(grade_submission, task) if coach_sees_grade else None
-            yield DSBenchContext(Desk(box, TEAM, facts=facts_of(task, files), given=files, grade=grade))
+        given = await asyncio.to_thread(files, task)
+        seen = partial(_outcome, grade, task) if coach_sees_grade else None
+        async with pool.session(files=given) as box:  # type: ignore[call-arg]
+            yield DSBenchContext(Desk(box, team, facts=facts_of(task, given), given=given, grade=seen, handed_in=handed_in))
 
     return opened()
+
+
+def _outcome(grade: GradeText, task: Task, text: str | None) -> Outcome:
+    graded = grade(task, text)
+    if isinstance(graded, Outcome):
+        return graded
+    if not 0.0 <= float(graded) <= 1.0:
+        raise TaskError(f"grading task {task.id!r} gave {graded!r}", hint="return an Outcome, a bool, or a number in 0..1")
+    return Outcome(success=float(graded) >= 1.0, score=float(graded))

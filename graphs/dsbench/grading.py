@@ -1,8 +1,9 @@
 """From a submission's text to an outcome, outside the sandbox. Deterministic: no model, no coach.
 
 A run succeeds if its submission is valid: matched by the id column, every id exactly once, right columns, known labels or finite numbers.
-How good its predictions are is `Outcome.score` (`scoring.quality`, 0..1) and `Outcome.metrics`. A run that fails has score 0, no metrics, and
-a reason that starts with one of `submission.REASONS`; what it is charged is for `metrics` to say. Prose is never searched for predictions.
+How good its predictions are is `Outcome.score` (`scoring.quality`, 0..1) and `Outcome.metrics`. A run that fails has score 0, no metrics,
+and a reason that starts with one of `submission.REASONS`; what it is charged is for `metrics` to say. Prose is never searched for
+predictions.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def _said(task: Task, metrics: dict[str, float]) -> str:
     parts: list[str] = []
     name: Any = task.data.get("metric")
     if "competition" in metrics:
-        metric = find(name)
-        parts.append(f"{metric.name if metric else name} {metrics['competition']:.4g}")
+        if name not in metrics:  # what is said below anyway
+            parts.append(f"{name} {metrics['competition']:.4g}")
     elif find(name) is not None:
         parts.append(f"{name} is not defined for these predictions")
     elif name:

@@ -2,10 +2,11 @@
 
     START -> begin -> data_engineer (again, up to 4 turns) -> modeler (again) -> analyst (again) -> hand_in -> END
 
-One node visit is one turn: a model call and the runs of the code in its message, so that an action and what it caused lie in one transition.
-An agent's part is over when it says so, when what it owes is there, or when its turns are used up; whatever came of it, the next one
-begins with the files there are. `hand_in` reads the submission as text. The session comes in as the run's context (`DSBenchContext`); state
-is plain JSON. With `style="tools"` each agent is a `create_agent` app instead (`agents.py`); everything else is the same.
+One node visit is one turn: a model call and the runs of the code in its message, so that an action and what it caused lie in one
+transition. An agent's part is over when it says so, when what it owes is there, or when its turns are used up; whatever came of it, the
+next one begins with the files there are. `hand_in` reads the submission as text. The session comes in as the run's context
+(`DSBenchContext`); state is plain JSON. With `style="tools"` each agent is a `create_agent` app instead (`agents.py`); everything else is
+the same.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def build_graph(
     cell_timeout_s: float | None = None,
     opens_thinking: bool = False,
 ) -> CompiledStateGraph[DSBenchState, DSBenchContext, DSBenchInput, DSBenchState]:
-    """The compiled graph; its input is `{"task": text, "facts": {...}}`, its context a `DSBenchContext`.
+    """The compiled graph; its input is `{"task": text}`, its context a `DSBenchContext`.
 
     Args:
         models: a chat model for each agent of the team, by name.
@@ -96,10 +97,10 @@ def build_graph(
         }
 
     async def begin(state: DSBenchState, runtime: Runtime[DSBenchContext]) -> dict[str, Any]:
-        files = desk_of(runtime).files()
-        return {
-            "files": files, "facts": state.get("facts") or {}, "turns": {}, "summaries": [], "submission": None, "submission_problem": "",
-        }  # fmt: skip
+        desk = desk_of(runtime)
+        facts = state.get("facts") or desk.facts
+        start = {"facts": facts, "files": desk.files(), "turns": {}, "summaries": []}
+        return {**start, "submission": None, "submission_problem": ""}
 
     async def hand_in(state: DSBenchState, runtime: Runtime[DSBenchContext]) -> dict[str, Any]:
         text, problem = await desk_of(runtime).submission()

@@ -24,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mappa_graph.errors import ConfigError
 from mappa_graph.evaluation import wilson
 from mappa_graph.record import EpisodeTrace, Outcome
 
@@ -40,13 +41,18 @@ RESAMPLES = 1000
 
 
 def summarise(
-    outcomes_by_task: Mapping[str, Sequence[Outcome | None]], kinds: Mapping[str, str], *, seed: int = 0, resamples: int = RESAMPLES
+    outcomes_by_task: Mapping[str, Sequence[Outcome | None]],
+    kinds: Mapping[str, str] | None = None,
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
 ) -> dict[str, Any]:
     """The summary of all runs.
 
     Args:
         outcomes_by_task: task id -> the outcome of each of its runs; None for a run that was never graded (a crash), which failed.
-        kinds: task id -> "classification" or "regression". Tasks of neither kind count in the success rate alone.
+        kinds: task id -> "classification" or "regression"; tasks of neither kind count in the success rate alone. Without it a task's
+            kind is told from its successful runs, and one that never succeeded is a `ConfigError`: leaving it out would flatter the team.
 
     Returns:
         `runs`, `tasks`, `success_rate`, `fair_score`, and `reasons` (how often each reason occurred). Under `classification` and
@@ -58,7 +64,8 @@ def summarise(
     every = [run for runs in tasks.values() for run in runs]
     out: dict[str, Any] = {"runs": len(every), "tasks": len(tasks), **_rate(tasks)}
     out["reasons"] = dict(Counter(reason_name(run) for run in every).most_common())
-    by_kind = {kind: {name: runs for name, runs in tasks.items() if kinds.get(name) == kind} for kind in KINDS}
+    kind_of = {name: _kind(name, runs, kinds) for name, runs in tasks.items()}
+    by_kind = {kind: {name: runs for name, runs in tasks.items() if kind_of[name] == kind} for kind in KINDS}
     for kind, chosen in by_kind.items():
         if chosen:
             part = _of_kind(kind, chosen, seed, resamples)
@@ -70,6 +77,25 @@ def summarise(
         means = [[_mean([_quality(kind, run) for run in runs]) for runs in by_kind[kind].values()] for kind in present]
         out["fair_score_ci95"] = _bootstrap(means, seed, resamples)
     return out
+
+
+def per_task(outcomes_by_task: Mapping[str, Sequence[Outcome | None]]) -> dict[str, dict[str, Any]]:
+    """One row a task: `runs`, `success_rate`, `score` (mean `Outcome.value`), `reasons`, and the mean of every metric that all its
+    successful runs have, the competition's own (`competition`) among them. That one is never averaged over tasks, as its units differ."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, runs in outcomes_by_task.items():
+        if not runs:
+            continue
+        good = [run.metrics for run in runs if run is not None and run.success]
+        common = set(good[0]).intersection(*good) if good else set()
+        rows[name] = {
+            "runs": len(runs),
+            "success_rate": len(good) / len(runs),
+            "score": _mean([run.value if run is not None else 0.0 for run in runs]),
+            "reasons": dict(Counter(reason_name(run) for run in runs).most_common()),
+            **{measure: _mean([metrics[measure] for metrics in good]) for measure in sorted(common)},
+        }
+    return rows
 
 
 def environment_metrics(traces: Sequence[EpisodeTrace]) -> dict[str, float]:
@@ -97,6 +123,20 @@ def flat(summary: Mapping[str, Any]) -> dict[str, float]:
         else:
             out[name] = float(value)
     return out
+
+
+def _kind(name: str, runs: Sequence[Outcome | None], kinds: Mapping[str, str] | None) -> str:
+    if kinds is not None and kinds.get(name):
+        return kinds[name]
+    seen = {measure for run in runs if run is not None and run.success for measure in run.metrics}
+    for kind in KINDS:
+        if set(FAIR[kind]) <= seen:
+            return kind
+    if kinds is None:
+        raise ConfigError(
+            f"no run of task {name!r} tells whether it is classification or regression", hint="say so: summarise(…, kinds={…})"
+        )
+    return ""
 
 
 def _of_kind(kind: str, tasks: Mapping[str, Sequence[Outcome | None]], seed: int, resamples: int) -> dict[str, Any]:

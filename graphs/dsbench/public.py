@@ -9,6 +9,7 @@ The folder holds task lists and, somewhere below it, the benchmark's unpacked `d
     data/data_resplit/<task_id>/test.csv
     data/answers/<task_id>/test_answer.csv
 
+The benchmark repository's own list, `data.json`, with `data/task/<task_id>.txt`, will do in place of the first three.
 A list's paths may begin anywhere ("./data/DSBench/data/…"): the longest end of one that exists below the folder is used.
 
 What the lists get wrong is set right by the files themselves, and noted: which columns are ids and targets is read from the answer
@@ -19,12 +20,9 @@ always made here (`sample`). A target column that a test file holds is taken out
 from __future__ import annotations
 
 import csv
-import hashlib
-import io
-import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,28 +32,12 @@ from mappa_graph.errors import ConfigError, TaskError
 from .answers import Answers, read_answers, resolve
 from .competition import Form, Metric, find
 from .describe import column_table, metric_line, submission_rules
+from .lists import Entry, entries_of, find_file, kind_of, prompts_of, wanted_path
 from .sample import placeholders, sample_submission
 
-ANSWER = "test_answer.csv"
-PROMPTS = "dsbench_modeling_cleaned_prompts.json"
-_LISTS = {"train": ("dsbench_modeling_train.json",), "heldout": ("dsbench_modeling_eval.json", "dsbench_modeling_test.json")}
-_REPOSITORY_LIST = "data.json"
-_HELDOUT_EVERY = 5
 _LABELS_MAX = 1000
 _TABLE_ROWS = 2000
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A task as the lists give it, paths not yet found."""
-
-    name: str
-    prompt: str
-    data_type: str
-    train: str
-    test: str
-    answer: str
-    clean: Mapping[str, Any] = field(default_factory=dict)
+_CHUNK = 200_000
 
 
 def load(
@@ -73,14 +55,14 @@ def load(
         raise ConfigError(f"missing is {missing!r}", hint='use "error" or "skip"')
     if not folder.is_dir():
         raise TaskError(f"the DSBench folder {str(folder)!r} is not there", hint=_HOW)
-    entries = _entries(folder, split, tasks_file, _prompts(folder, prompts_file))
+    entries = entries_of(folder, split, tasks_file, prompts_of(folder, prompts_file))
     found: list[Task] = []
     notes: list[str] = []
     absent: list[str] = []
     for entry in entries:
         sought = {"train": entry.train, "test": entry.test, "answer": entry.answer}
-        paths = {name: _find(folder, path) for name, path in sought.items()}
-        lacking = [f"{entry.name}: {_wanted(path)}" for name, path in sought.items() if paths[name] is None]
+        paths = {name: find_file(folder, path) for name, path in sought.items()}
+        lacking = [f"{entry.name}: {wanted_path(path)}" for name, path in sought.items() if paths[name] is None]
         if lacking:
             absent += lacking
             continue
@@ -105,193 +87,39 @@ def contents(task: Task) -> dict[str, bytes]:
     files = data["files"]
     answers = resolve(task)
     try:
-        train, test = Path(files["train.csv"]).read_bytes(), Path(files["test.csv"]).read_bytes()
-    except OSError as error:
+        train, test = Path(files["train.csv"]).read_bytes(), _without(Path(files["test.csv"]), data["targets"])
+    except (OSError, ValueError) as error:
         raise TaskError(f"a file of DSBench task {task.id!r} can't be read: {error}") from error
     return {
         "train.csv": train,
-        "test.csv": _without(test, data["targets"]),
+        "test.csv": test,
         "sample_submission.csv": sample_submission(answers.ids, data["id_column"], data["placeholder"]),
         "description.txt": (task.prompt + "\n").encode(),
     }
 
 
-def _without(test: bytes, targets: Sequence[str]) -> bytes:
+def _without(test: Path, targets: Sequence[str]) -> bytes:
     """A test file without target columns; as it is where it has none."""
-    text = test.decode("utf-8-sig", errors="surrogateescape")
-    header = next(csv.reader(io.StringIO(text, newline="")), [])
-    if not {h.strip() for h in header} & set(targets):
-        return test
-    kept = [i for i, name in enumerate(header) if name.strip() not in targets]
-    out = io.StringIO()
-    rows = csv.writer(out, lineterminator="\n")
-    for row in csv.reader(io.StringIO(text, newline="")):
-        if row:
-            rows.writerow([row[i] for i in kept if i < len(row)])
-    return out.getvalue().encode("utf-8", errors="surrogateescape")
+    if not set(_header(test)) & set(targets):
+        return test.read_bytes()
+    frame = _pandas().read_csv(test, dtype=str, keep_default_na=False)
+    kept: bytes = frame[[c for c in frame.columns if c.strip() not in targets]].to_csv(index=False, lineterminator="\n").encode()
+    return kept
 
 
-# ---- the lists
-
-
-def _entries(folder: Path, split: str, tasks_file: str | Path | None, prompts: Mapping[str, Any]) -> list[_Entry]:
-    if tasks_file is not None:
-        return _of_split(_read_list(_below(folder, tasks_file), prompts), split)
-    lists = {name: next((folder / f for f in files if (folder / f).is_file()), None) for name, files in _LISTS.items()}
-    train, heldout = lists["train"], lists["heldout"]
-    if train is not None and heldout is not None:
-        chosen = [p for name, p in (("train", train), ("heldout", heldout)) if split in (name, "all")]
-        return _unique([e for p in chosen for e in _read_list(p, prompts)])
-    single = (
-        train or heldout or next((p for p in (folder / _REPOSITORY_LIST, folder / "data_modeling" / _REPOSITORY_LIST) if p.is_file()), None)
-    )
-    if single is None:
-        raise TaskError(
-            f"the DSBench folder {str(folder)!r} holds no task list",
-            hint=f"put {_LISTS['train'][0]} (or the benchmark's data_modeling/{_REPOSITORY_LIST}) there, or name one with tasks_file",
-        )
-    return _of_split(_read_list(single, prompts), split)
-
-
-def _of_split(entries: list[_Entry], split: str) -> list[_Entry]:
-    """One list's tasks of a split: of each kind about every fifth is held out, by a hash of its name, so that the split never changes."""
-    entries = _unique(entries)
-    if split == "all":
-        return entries
-    held: set[str] = set()
-    for kind in sorted({_kind_of(e) for e in entries}):
-        ranked = sorted((e.name for e in entries if _kind_of(e) == kind), key=lambda n: hashlib.sha256(n.encode()).digest())
-        held.update(ranked[: round(len(ranked) / _HELDOUT_EVERY)])
-    return [e for e in entries if (e.name in held) == (split == "heldout")]
-
-
-def _unique(entries: list[_Entry]) -> list[_Entry]:
-    seen: set[str] = set()
-    for entry in entries:
-        if entry.name in seen:
-            raise TaskError(f"the DSBench task {entry.name!r} is listed twice", hint="task ids must be unique")
-        seen.add(entry.name)
-    return entries
-
-
-def _read_list(path: Path, prompts: Mapping[str, Any]) -> list[_Entry]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"the DSBench task list {str(path)!r} can't be read: {error}") from error
-    entries = []
-    for place, row in _rows(path, text):
-        meta = row.get("metadata") if isinstance(row, dict) else None
-        meta = meta if isinstance(meta, dict) else row
-        name = meta.get("task_id") or meta.get("name") if isinstance(meta, dict) else None
-        if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
-            raise TaskError(f"{path}, {place}: no usable task_id ({name!r})", hint='give metadata.task_id, e.g. "titanic"')
-        base = f"data/data_resplit/{name}"
-        fields = {key: str(meta.get(key) or default) for key, default in _defaults(name, base).items()}
-        clean = prompts.get(name)
-        entries.append(
-            _Entry(
-                name,
-                str(row.get("prompt") or ""),
-                str(meta.get("data_type") or ""),
-                fields["train_file"],
-                fields["test_file"],
-                f"{fields['answer_dir'].rstrip('/')}/{ANSWER}",
-                clean if isinstance(clean, dict) else {},
-            )
-        )
-    if not entries:
-        raise TaskError(f"the DSBench task list {str(path)!r} is empty")
-    return entries
-
-
-def _defaults(name: str, base: str) -> dict[str, str]:
-    return {"train_file": f"{base}/train.csv", "test_file": f"{base}/test.csv", "answer_dir": f"data/answers/{name}"}
-
-
-def _rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Rows of a JSON list or of JSON lines. The benchmark's own `data.json` has Python's quotes: read as literals, never run."""
-    import ast
-
-    try:
-        if text.lstrip().startswith("["):
-            yield from ((f"row {i}", row) for i, row in enumerate(json.loads(text), start=1))
-            return
-    except (ValueError, RecursionError) as error:
-        raise TaskError(f"the DSBench task list {str(path)!r} is not valid JSON: {error}") from error
-    for i, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"line {i}", json.loads(line)
-        except (ValueError, RecursionError) as error:
-            try:
-                yield f"line {i}", ast.literal_eval(line.strip())
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
-                raise TaskError(f"{path}, line {i} is not valid JSON: {error}", hint="a list of objects, or one object a line") from None
-
-
-def _prompts(folder: Path, given: str | Path | None) -> Mapping[str, Any]:
-    path = _below(folder, given) if given is not None else folder / PROMPTS
-    if given is None and not path.is_file():
-        return {}
-    try:
-        read = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TaskError(f"the cleaned prompts {str(path)!r} can't be read: {error}") from error
-    if not isinstance(read, dict):
-        raise TaskError(f"the cleaned prompts {str(path)!r} are not an object of task_id -> prompt")
-    return read
-
-
-def _below(folder: Path, name: str | Path) -> Path:
-    return Path(name) if Path(name).is_absolute() or Path(name).is_file() else folder / name
-
-
-# ---- the files
-
-
-def _parts(path: str) -> list[str]:
-    return [p for p in path.replace("\\", "/").split("/") if p not in ("", ".", "..")]
-
-
-def _find(folder: Path, path: str) -> Path | None:
-    """The file at the longest end of a path that exists below the folder (or below its `data` or `data_modeling`)."""
-    given = Path(path)
-    if given.is_absolute() and given.is_file():
-        return given
-    parts = _parts(path)
-    for start in range(len(parts) - 1):
-        for base in (folder, folder / "data", folder / "data_modeling"):
-            candidate = base.joinpath(*parts[start:])
-            if candidate.is_file():
-                return candidate.resolve()
-    return None
-
-
-def _wanted(path: str) -> str:
-    """A path as the user should lay it out: from `data` on."""
-    parts = _parts(path)
-    for start in ("data_resplit", "answers"):
-        if start in parts:
-            return "/".join(("data", *parts[parts.index(start) :]))
-    return "/".join(parts)
-
-
-# ---- one task
-
-
-def _task(entry: _Entry, paths: Mapping[str, Path], notes: list[str]) -> Task:
+def _task(entry: Entry, paths: Mapping[str, Path], notes: list[str]) -> Task:
     clean = entry.clean
-    header = _header(paths["answer"], entry.name)
+    header = _header(paths["answer"])
+    if len(header) < 2:
+        raise TaskError(f"the answer file {str(paths['answer'])!r} needs an id and a target, and has {len(header)} columns")
     id_column, targets, fits = _columns(entry, header, notes)
     answers = read_answers(str(paths["answer"]), id_column, tuple(targets))
     name = str(clean.get("metric") or "")
     metric = find(name)
     if metric is None:
         notes.append(f"{entry.name}: " + (f"its metric {name!r} is not known here" if name else "no metric is named"))
-    kind = _kind_of(entry)
-    numeric = all(_number(v) for t in targets for v in answers.truth[t])
+    numeric = _numeric(entry, answers, paths["answer"])
+    kind = kind_of(entry) or _told(answers, numeric)
     form = _form(metric, kind, len(targets), numeric)
     if kind == "regression" and form != "number":
         kind = "classification"
@@ -299,7 +127,9 @@ def _task(entry: _Entry, paths: Mapping[str, Path], notes: list[str]) -> Task:
     elif kind == "classification" and form == "number":
         kind = "regression"
         notes.append(f"{entry.name}: listed as classification, but {metric.name if metric else 'it'} wants numbers; treated as regression")
-    frame = _head(paths["train"], entry.name)
+    frame = _head(paths["train"])
+    if id_column not in _header(paths["test"]):
+        notes.append(f"{entry.name}: its test file has no id column {id_column!r}; the ids are in sample_submission.csv alone")
     labels, positive, training = _labels(paths["train"], targets, answers, form)
     constant = placeholders(targets, form, labels, training)
     text = str(clean.get("cleaned_prompt") or "") if fits else ""
@@ -328,6 +158,8 @@ def _task(entry: _Entry, paths: Mapping[str, Path], notes: list[str]) -> Task:
             "",
             metric_line(metric, name),
             "",
+            "Files here: train.csv, test.csv, and sample_submission.csv, which has the ids and the form of a submission, and placeholders.",
+            "",
             "Columns of train.csv:",
             column_table(frame),
             "",
@@ -337,23 +169,16 @@ def _task(entry: _Entry, paths: Mapping[str, Path], notes: list[str]) -> Task:
     return Task(id=f"dsbench/{entry.name}", prompt=prompt, stratum=kind, data=data)
 
 
-def _kind_of(entry: _Entry) -> Literal["classification", "regression"]:
-    given = str(entry.clean.get("task_type") or entry.data_type).lower()
-    return "regression" if given == "regression" else "classification"
-
-
-def _header(path: Path, name: str) -> list[str]:
+def _header(path: Path) -> list[str]:
+    """The names in a CSV file's first line. Raises `TaskError` naming the file."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            header = [h.strip() for h in next(csv.reader(file), [])]
+            return [h.strip() for h in next(csv.reader(file), [])]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TaskError(f"the answer file {str(path)!r} of DSBench task {name!r} can't be read: {error}") from error
-    if len(header) < 2:
-        raise TaskError(f"the answer file {str(path)!r} of DSBench task {name!r} has {len(header)} columns", hint="an id and a target")
-    return header
+        raise TaskError(f"the header of {str(path)!r} can't be read: {error}") from error
 
 
-def _columns(entry: _Entry, header: list[str], notes: list[str]) -> tuple[str, list[str], bool]:
+def _columns(entry: Entry, header: list[str], notes: list[str]) -> tuple[str, list[str], bool]:
     """Id column, targets, and whether the cleaned prompt's names were right. "30_labels" and the like stand for all other columns."""
     clean = entry.clean
     given = clean.get("target_column")
@@ -373,6 +198,12 @@ def _columns(entry: _Entry, header: list[str], notes: list[str]) -> tuple[str, l
     return id_column, targets, fits
 
 
+def _told(answers: Answers, numeric: bool) -> str:
+    """The kind of a task that nothing names: numbers of more than twenty sizes, or with fractions, are regression."""
+    values = {float(v) for column in answers.truth.values() for v in column} if numeric else set()
+    return "regression" if len(values) > 20 or any(not v.is_integer() for v in values) else "classification"
+
+
 def _form(metric: Metric | None, kind: str, targets: int, numeric: bool) -> Form:
     if metric is not None:
         if metric.form == "probability" and metric.exclusive and targets > 1:
@@ -383,22 +214,38 @@ def _form(metric: Metric | None, kind: str, targets: int, numeric: bool) -> Form
     return "number" if kind == "regression" and numeric else "label"
 
 
+def _numeric(entry: Entry, answers: Answers, path: Path) -> bool:
+    """Whether all true values are numbers. Raises `TaskError` where most are and some aren't: no error can be computed of those."""
+    values = [v for column in answers.truth.values() for v in column]
+    numbers = sum(_number(v) for v in values)
+    if len(values) / 2 < numbers < len(values):
+        raise TaskError(
+            f"{len(values) - numbers} of {len(values)} true values of DSBench task {entry.name!r} are not numbers, the others are",
+            hint=f"mend {str(path)!r}",
+        )
+    return numbers == len(values)
+
+
 def _number(text: str) -> bool:
     try:
-        return float(text) == float(text)
+        return math.isfinite(float(text))
     except ValueError:
         return False
 
 
-def _head(path: Path, name: str) -> Any:
+def _pandas() -> Any:
     try:
-        import pandas as pd
+        import pandas
     except ImportError as error:
         raise ConfigError("DSBench tasks need pandas", hint="pip install 'mappa-graph[dsbench]'") from error
+    return pandas
+
+
+def _head(path: Path) -> Any:
     try:
-        return pd.read_csv(path, nrows=_TABLE_ROWS)
+        return _pandas().read_csv(path, nrows=_TABLE_ROWS)
     except (ValueError, OSError) as error:
-        raise TaskError(f"the training file {str(path)!r} of DSBench task {name!r} can't be read: {error}") from error
+        raise TaskError(f"the training file {str(path)!r} can't be read: {error}") from error
 
 
 def _labels(
@@ -416,17 +263,16 @@ def _labels(
 def _count(train: Path, target: str) -> Counter[str]:
     """How often each value of a column of the training file occurs, as far as they are few enough to be labels."""
     seen: Counter[str] = Counter()
-    with train.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        rows = csv.reader(file)
-        header = [h.strip() for h in next(rows, [])]
-        if target not in header:
-            return seen
-        place = header.index(target)
-        for row in rows:
-            if place < len(row) and (value := row[place].strip()):
-                seen[value] += 1
-                if len(seen) > _LABELS_MAX:
-                    break
+    if target not in _header(train):
+        return seen
+    try:
+        parts = _pandas().read_csv(train, usecols=lambda c: c.strip() == target, dtype=str, keep_default_na=False, chunksize=_CHUNK)
+        for part in parts:
+            seen.update(value for value in part.iloc[:, 0].str.strip().tolist() if value)
+            if len(seen) > _LABELS_MAX:
+                break
+    except (ValueError, OSError) as error:
+        raise TaskError(f"the training file {str(train)!r} can't be read: {error}") from error
     return seen
 
 

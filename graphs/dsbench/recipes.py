@@ -8,16 +8,18 @@ in one split only, so that held-out tasks show tables that training never did. A
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SOURCES = ("sklearn.datasets", "statsmodels.datasets", "vega_datasets", "palmerpenguins")
-"""Packages that the tables come from. They are installed where a sandbox's kernel runs, too: code that imports one of them for its data
-looks answers up, which a coach should be told."""
+SOURCES = ("sklearn.datasets", "statsmodels.datasets", "vega_datasets", "palmerpenguins", "mappa_graph")
+"""Packages that the tables, and the recipes, come from. They may be installed where a sandbox's kernel runs, too: code that imports one of
+them looks answers up, which a coach should be told."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,27 @@ class Recipe:
     masked: Mapping[str, float] = field(default_factory=dict)
     """Which share of a column's values is blanked out."""
     notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def source_folders() -> list[Path]:
+    """The folders with the source tables and with this package: what a sandbox that can hide folders must hide, so that answers can't be
+    looked up. The packages stay importable without them, this one aside."""
+    places = (
+        ("sklearn", "datasets/data"),
+        *(("statsmodels", f"datasets/{name}") for name in _STATSMODELS),
+        ("vega_datasets", "_data"),
+        ("palmerpenguins", "data"),
+        ("mappa_graph", "."),
+    )
+    out = []
+    for package, inner in places:
+        spec = importlib.util.find_spec(package)
+        roots = spec.submodule_search_locations if spec is not None else None
+        out += [Path(root, inner).resolve() for root in roots or ()]
+    return [folder for folder in dict.fromkeys(out) if folder.is_dir()]
+
+
+_STATSMODELS = ("anes96", "fair", "grunfeld", "randhie")
 
 
 def _statsmodels(name: str) -> pd.DataFrame:

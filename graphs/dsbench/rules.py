@@ -1,8 +1,8 @@
 """What good and bad work look like in this pipeline: rules for the `EvidenceCoach`, beside its own.
 
 The coach's own rules know of runs, errors and declared files; these know what the files must hold. They read it from the `[workspace]` line
-that the desk put beside each run (`box.py`), and the grade of a submission, where the coach may know it, from the `[grade]` line. A fault is
-blamed on the agent that made it. An agent that was stopped by another's fault, in a way that the coach's own rules would take for
+that the desk put beside each run (`box.py`), and the grade of a submission, where the coach may know it, from the `[grade]` line. A fault
+is blamed on the agent that made it. An agent that was stopped by another's fault, in a way that the coach's own rules would take for
 its own, gets no verdict at all: leaving an action out is better than teaching from it.
 """
 
@@ -28,7 +28,9 @@ _DATA = (".pkl", ".pickle", ".joblib", ".csv", ".npy", ".npz", ".parquet")
 _NO_MODEL = re.compile(r"^(?:numpy\.|pandas\.|builtins\.(?:str|int|float|bool|NoneType|set|bytes)$)")
 _ESTIMATOR = re.compile(r"\b(\w*(?:Classifier|Regressor|Regression|SVC|SVR|NB)|Ridge|Lasso|ElasticNet)\(")
 _CLASSIFIES = re.compile(r"Classifier$|^LogisticRegression$|SVC$|NB$")
-_UNFIT = re.compile(r"feature.{0,40}(?:names|expecting|mismatch|shape)|inconsistent numbers of samples|columns? .{0,40}missing", re.IGNORECASE)
+_UNFIT = re.compile(
+    r"feature.{0,40}(?:names|expecting|mismatch|shape)|inconsistent numbers of samples|columns? .{0,40}missing", re.IGNORECASE
+)
 
 
 @dataclass
@@ -164,22 +166,23 @@ def other_name(case: Case) -> Finding | None:
 
 
 def no_model(case: Case) -> Finding | None:
-    """model.pkl holds no model, or one for the other kind of task: at most 3."""
-    if MODEL not in written(case):
-        return None
-    at = known(case)
+    """model.pkl holds no model, or one for the other kind of task: at most 2."""
+    problem = unfit_model(known(case)) if MODEL in written(case) else ""
+    return Finding(problem, delta=-4.0, ceiling=2.0, blame=(case.agent,)) if problem else None
+
+
+def unfit_model(at: Known) -> str:
+    """What is wrong with what model.pkl holds, judged by its type and by the estimators that its text names; "" where nothing shows."""
     look = at.files.get(MODEL, {})
     kind = str(look.get("type", ""))
     if kind and _NO_MODEL.match(kind):
-        return Finding(f"{MODEL} holds a {kind}, which predicts nothing", delta=-4.0, ceiling=2.0, blame=(case.agent,))
+        return f"{MODEL} holds a {kind}, which predicts nothing"
     task = at.task.get("kind")
     estimators = _ESTIMATOR.findall(f"{kind.rsplit('.', 1)[-1]}() {look.get('head', '')}")
     if task not in ("classification", "regression") or not estimators:
-        return None
-    classifies = [bool(_CLASSIFIES.search(name)) for name in estimators]
-    if any(one == (task == "classification") for one in classifies):
-        return None
-    return Finding(f"fitted {estimators[0]}, and the task is {task}", delta=-4.0, ceiling=3.0, blame=(case.agent,))
+        return ""
+    fits = any(bool(_CLASSIFIES.search(name)) == (task == "classification") for name in estimators)
+    return "" if fits else f"{MODEL} holds a {estimators[0]}, and the task is {task}"
 
 
 # --- the Analyst -----------------------------------------------------------------------------------------------------------
@@ -215,6 +218,10 @@ def submission_grade(case: Case) -> Finding | None:
     if not grade.get("success"):
         if submission_form(case) is not None:
             return None
+        at = known(case)
+        problem, writer = unfit_model(at), at.by.get(MODEL, "")
+        if problem and writer not in ("", case.agent):
+            return Finding(f"the submission can't be graded: {problem}", floor=4.0, ceiling=5.0, blame=(writer,))
         return Finding(f"the submission can't be graded: {str(grade.get('reason', ''))[:200]}", -5.0, None, 2.0, blame=(case.agent,))
     value = grade.get("value")
     if not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -263,8 +270,9 @@ def looks_answers_up(case: Case) -> Finding | None:
 
 
 def others_fault(case: Case) -> Finding | None:
-    """Its code failed on files that another agent had written wrongly: no verdict, the writer has its own."""
-    last = case.executions[-1] if case.executions else None
+    """Its code failed on files that another agent wrote wrongly, in this turn or its last: no verdict, the writer has its own."""
+    runs = case.executions or next((step.executions for step in reversed(case.before) if step.agent == case.agent), ())
+    last = runs[-1] if runs else None
     if last is None or last.status != "error" or last.error is None:
         return None
     at = known(case, own=False)

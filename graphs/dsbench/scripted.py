@@ -1,8 +1,8 @@
 """Scripted teams: policies without a model, one that works on any task and one for each planted fault.
 
-They speak through a real gateway: `ScriptedEngine` answers requests in place of a model, its tokens are the bytes of what it says, each with
-probability 1. So graph, sandbox, recording, coach and grading can be watched, and checked, without weights: the good team must succeed,
-and each fault must be blamed on the agent that made it.
+They speak through a real gateway: `ScriptedEngine` answers requests in place of a model, its tokens are the bytes of what it says, each
+with probability 1. So graph, sandbox, recording, coach and grading can be watched, and checked, without weights: the good team must
+succeed, and each fault must be blamed on the agent that made it.
 
     engine = ScriptedEngine(script("good"))
     async with Gateway(engine, store) as gateway: ...
@@ -61,7 +61,9 @@ FAULTS: Mapping[str, Fault] = {
     "another name": Fault(
         "data_engineer", (_recipe("data_engineer", "other names", f"All data are saved.{_DONE}"),), "saves under names nobody asked for"
     ),
-    "trains on the id": Fault("data_engineer", (_recipe("data_engineer", "with id", "All columns are used."),), "keeps the id as a feature"),
+    "trains on the id": Fault(
+        "data_engineer", (_recipe("data_engineer", "with id", "All columns are used."),), "keeps the id as a feature"
+    ),
     "leaks the target": Fault(
         "data_engineer", (_recipe("data_engineer", "with target", "Added one strong feature."),), "puts the target among the features"
     ),

@@ -38,6 +38,7 @@ class Summary(TypedDict):
 class DSBenchInput(TypedDict, total=False):
     task: str
     facts: Facts
+    """Left out: those that the desk has."""
 
 
 class DSBenchState(DSBenchInput, total=False):

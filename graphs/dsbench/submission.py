@@ -67,7 +67,7 @@ REASONS: Mapping[str, str] = {
 LARGEST = 1e30
 """Largest size of a number: its square, summed over any number of rows, is still finite."""
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
-_INTEGER = re.compile(r"([+-]?)0*(\d{1,18})(?:\.0{1,18})?", re.ASCII)
+_INTEGER = re.compile(r"([+-]?\d{1,32})(?:\.0{1,18})?", re.ASCII)
 _PLAIN_INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})", re.ASCII)
 _NAN = frozenset(("nan", "+nan", "-nan", "inf", "+inf", "-inf", "infinity", "+infinity", "-infinity"))
 _NUMBER_CHARS = 64
@@ -168,6 +168,8 @@ def _rows(text: str, form: Form) -> list[list[str]]:
             kept.append([row[i].strip() for i in places])
     except csv.Error:
         raise RefusedError(NOT_CSV, f"line {reader.line_num} can't be read as CSV") from None
+    if places is None:
+        raise RefusedError(EMPTY)
     return kept
 
 
@@ -211,8 +213,8 @@ def _matched(given: Sequence[str], ids: Sequence[str]) -> list[int]:
 
 
 def _integer(text: str) -> str:
-    found = _INTEGER.fullmatch(text) if len(text) <= 2 * _NUMBER_CHARS else None
-    return text if found is None else str(int(found[1] + found[2]))
+    found = _INTEGER.fullmatch(text) if len(text) <= _NUMBER_CHARS else None
+    return text if found is None else str(int(found[1]))
 
 
 def _converted(values: Sequence[str], target: str, form: Form) -> Sequence[str] | Sequence[float] | Sequence[tuple[str, ...]]:

@@ -1,9 +1,9 @@
 """DSBench tasks: the built-in ones, which need no download, and the public benchmark's, from a folder that the user has filled.
 
 A task is a plain `Task`. Its `data` says all that grading needs but the answers: `kind`, `id_column`, `targets`, `labels` (the known labels
-of each target, or None), `positive` (of a target with two labels), `metric`, `form` (what a prediction is, `competition.Form`), `placeholder`
-(what the sample submission holds), `files` and `answers` (keys, not contents). `sandbox_files` gives what an episode's sandbox is filled
-with; the answers are never among it.
+of each target, or None), `positive` (of a target with two labels), `metric`, `form` (what a prediction is, `competition.Form`),
+`placeholder` (what the sample submission holds), `files` and `answers` (keys, not contents). `sandbox_files` gives what an episode's
+sandbox is filled with; the answers are never among it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Traces of apps that run in production come in, training data and feedback go out.
 
 `importer` is the one way in: plain dict spans, whatever they were recorded by, become the same records as live runs in the same store;
-`langsmith`, `mlflow`, `otel` and `chat` only map to spans. `feedback` carries verdicts back to where the traces came from.
+`langsmith`, `mlflow`, `otel` and `chat` only map to spans. `writeback` carries verdicts back to where the traces came from. `export` is
+the way out: rows for supervised, preference and reinforcement training.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_FROM = {"Imported": "importer", "Importer": "importer", "import_traces": "importer", "write_back": "feedback"}
+_FROM = {"Imported": "importer", "Importer": "importer", "import_traces": "importer", "write_back": "writeback"}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ _GOTO = re.compile(r"goto='([^']+)'")
 _LONGEST = 200_000
 
 
-class Told(Exception):  # noqa: N818  stands for an exception of any name
+class Told(Exception):
     """An exception that a trace tells of; its class bears the name that the trace gave."""
 
     traceback: str = ""

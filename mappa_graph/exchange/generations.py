@@ -32,7 +32,7 @@ class Said:
 
 def generations(outputs: Any) -> list[Said]:
     """The completions in a model run's outputs; empty where there is none."""
-    if isinstance(outputs, Mapping):
+    if isinstance(outputs, dict):
         for key, read in (("generations", _langchain), ("choices", _openai)):
             if isinstance(outputs.get(key), list):
                 return read(outputs)
@@ -40,8 +40,7 @@ def generations(outputs: Any) -> list[Said]:
             if key in outputs and fields_of(outputs, spoken=True) is None:
                 return generations(outputs[key])
     if isinstance(outputs, list):
-        said = [one for item in outputs for one in generations(item)]
-        return said
+        return [one for item in outputs for one in generations(item)]
     if isinstance(outputs, str):
         return [Said({"content": outputs}, outputs)]
     found = fields_of(outputs, spoken=True)
@@ -52,13 +51,13 @@ def generations(outputs: Any) -> list[Said]:
 
 def _langchain(outputs: Mapping[str, Any]) -> list[Said]:
     whole = outputs.get("llm_output")
-    whole = whole if isinstance(whole, Mapping) else {}
+    whole = whole if isinstance(whole, dict) else {}
     rows: list[Any] = outputs["generations"]
     if rows and isinstance(rows[0], list):
         rows = rows[0]
     out = []
     for row in rows:
-        if not isinstance(row, Mapping):
+        if not isinstance(row, dict):
             continue
         info = row.get("generation_info")
         found = fields_of(row.get("message"), spoken=True) if row.get("message") is not None else None
@@ -66,7 +65,7 @@ def _langchain(outputs: Mapping[str, Any]) -> list[Said]:
             text = str(row.get("text") or "")
             out.append(Said(None, text, _id(whole.get("id")), str(whole.get("model_name") or ""), _finish(info)))
             continue
-        said = _of(found[0], whole, info if isinstance(info, Mapping) else {})
+        said = _of(found[0], whole, info if isinstance(info, dict) else {})
         said.text = str(row.get("text") or "")
         out.append(said)
     return out
@@ -76,7 +75,7 @@ def _openai(outputs: Mapping[str, Any]) -> list[Said]:
     whole = {"id": outputs.get("id"), "model_name": outputs.get("model")}
     out = []
     for choice in outputs["choices"]:
-        if not isinstance(choice, Mapping):
+        if not isinstance(choice, dict):
             continue
         found = fields_of(choice.get("message"), spoken=True)
         if found is None:
@@ -88,7 +87,7 @@ def _openai(outputs: Mapping[str, Any]) -> list[Said]:
 
 def _of(fields: Mapping[str, Any], whole: Mapping[str, Any], info: Mapping[str, Any]) -> Said:
     about = fields.get("response_metadata")
-    about = about if isinstance(about, Mapping) else {}
+    about = about if isinstance(about, dict) else {}
     content = fields.get("content")
     return Said(
         fields,
@@ -100,7 +99,7 @@ def _of(fields: Mapping[str, Any], whole: Mapping[str, Any], info: Mapping[str, 
 
 
 def _finish(info: Any) -> str | None:
-    reason = info.get("finish_reason") if isinstance(info, Mapping) else None
+    reason = info.get("finish_reason") if isinstance(info, dict) else None
     return None if not reason else str(reason)
 
 
@@ -144,7 +143,7 @@ def _assistants(value: Any) -> Iterator[Mapping[str, Any]]:
     while stack and visited < _MAX_VISITED:
         item = stack.pop()
         visited += 1
-        if isinstance(item, Mapping):
+        if isinstance(item, dict):
             message = fields_of(item)
             if message is not None:
                 if message[1] == "assistant" and message[0].get("id"):
@@ -165,7 +164,7 @@ def _content(fields: Mapping[str, Any]) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        return "".join(b if isinstance(b, str) else str(b.get("text") or "") for b in content if isinstance(b, str | Mapping))
+        return "".join(b if isinstance(b, str) else str(b.get("text") or "") for b in content if isinstance(b, str | dict))
     return str(content)
 
 
@@ -173,9 +172,9 @@ def _called(fields: Mapping[str, Any]) -> list[Any]:
     calls = fields.get("tool_calls") or ()
     out = []
     for call in calls if isinstance(calls, list) else ():
-        if isinstance(call, Mapping):
+        if isinstance(call, dict):
             function = call.get("function")
-            if isinstance(function, Mapping):
+            if isinstance(function, dict):
                 out.append((call.get("id"), function.get("name")))
             else:
                 out.append((call.get("id"), call.get("name")))

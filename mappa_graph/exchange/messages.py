@@ -39,7 +39,7 @@ class Read(Message):
     def __init__(self, fields: Mapping[str, Any], role: str) -> None:
         self.live = None  # type: ignore[assignment]
         content = fields.get("content")
-        if isinstance(content, Mapping):
+        if isinstance(content, dict):
             content = [content]
         elif content is not None and not isinstance(content, str | list):
             content = str(content)
@@ -54,10 +54,10 @@ class Read(Message):
         self.status = _text(fields.get("status"))
         self.artifact = fields.get("artifact")
         extra = fields.get("additional_kwargs")
-        reasoning = (extra.get("reasoning_content") if isinstance(extra, Mapping) else None) or fields.get("reasoning_content") or ""
+        reasoning = (extra.get("reasoning_content") if isinstance(extra, dict) else None) or fields.get("reasoning_content") or ""
         self.reasoning = reasoning if role == "assistant" and isinstance(reasoning, str) else ""
         about = fields.get("response_metadata")
-        self.metadata: Mapping[str, Any] = about if isinstance(about, Mapping) else {}
+        self.metadata: Mapping[str, Any] = about if isinstance(about, dict) else {}
         self._dict = None
         self._ref = None
 
@@ -77,10 +77,10 @@ def _calls(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[s
     bad: list[dict[str, Any]] = []
     given = fields.get("tool_calls") or ()
     for call in given if isinstance(given, list | tuple) else ():
-        if not isinstance(call, Mapping):
+        if not isinstance(call, dict):
             continue
         function = call.get("function")
-        if not isinstance(function, Mapping):
+        if not isinstance(function, dict):
             args = call.get("args")
             good.append({"name": call.get("name"), "args": {} if args is None else args, "id": _text(call.get("id"))})
             continue
@@ -94,7 +94,7 @@ def _calls(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[s
                 continue
         good.append(one)
     invalid = fields.get("invalid_tool_calls") or ()
-    bad += [dict(c) for c in invalid if isinstance(c, Mapping)] if isinstance(invalid, list | tuple) else []
+    bad += [dict(c) for c in invalid if isinstance(c, dict)] if isinstance(invalid, list | tuple) else []
     return good, bad
 
 
@@ -103,8 +103,8 @@ def fields_of(value: Any, *, spoken: bool = False) -> tuple[Mapping[str, Any], s
 
     `spoken`: in a place where only messages can be, such as a model's input; OpenAI's spelling and `[role, text]` pairs count there.
     """
-    if isinstance(value, Mapping):
-        if value.get("lc") == 1 and isinstance(value.get("kwargs"), Mapping):
+    if isinstance(value, dict):
+        if value.get("lc") == 1 and isinstance(value.get("kwargs"), dict):
             kwargs: Mapping[str, Any] = value["kwargs"]
             id = value.get("id")
             name = id[-1] if isinstance(id, list) and id else ""
@@ -113,7 +113,7 @@ def fields_of(value: Any, *, spoken: bool = False) -> tuple[Mapping[str, Any], s
         kind = value.get("type")
         if isinstance(kind, str) and kind in _LANGCHAIN:
             data = value.get("data")
-            if isinstance(data, Mapping) and "content" in data:
+            if isinstance(data, dict) and "content" in data:
                 return data, ROLES[kind]
             if "content" in value and (spoken or any(m in value for m in _MESSAGE_MARKS)):
                 return value, ROLES[kind]
@@ -121,7 +121,7 @@ def fields_of(value: Any, *, spoken: bool = False) -> tuple[Mapping[str, Any], s
             role = value.get("role") or value.get("from")
             if isinstance(role, str) and ("content" in value or "tool_calls" in value or "parts" in value or "value" in value):
                 return _openai(value), ROLES.get(role, role)
-            if isinstance(value.get("message"), Mapping):
+            if isinstance(value.get("message"), dict):
                 return fields_of(value["message"], spoken=True)
         return None
     if spoken and isinstance(value, str):
@@ -137,7 +137,7 @@ def _openai(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if "content" in value or "parts" not in value:
         return value
     # The GenAI conventions of OpenTelemetry: parts of text, tool calls, and tool answers.
-    parts = [p for p in value["parts"] if isinstance(p, Mapping)] if isinstance(value["parts"], list) else []
+    parts = [p for p in value["parts"] if isinstance(p, dict)] if isinstance(value["parts"], list) else []
     out = dict(value)
     out["content"] = "".join(str(p.get("content") or "") for p in parts if p.get("type") == "text")
     calls = [p for p in parts if p.get("type") == "tool_call"]
@@ -169,7 +169,7 @@ class Reader:
             return known[1]
         made = Read(fields, role)
         raw = fields.get("content")
-        self.cut += raw.__class__ is str and len(raw) > HUGE  # type: ignore[arg-type]
+        self.cut += raw.__class__ is str and len(raw) > HUGE
         text = made.content if isinstance(made.content, str) else json.dumps(made.content, sort_keys=True, default=str)
         content = (role, made.tool_call_id, text, tuple(c["id"] or c["name"] for c in made.tool_calls))
         if made.id is None:
@@ -183,7 +183,7 @@ class Reader:
     def prompt(self, value: Any) -> list[Message]:
         """What a model was given: a list of messages, such a list in a list, a text, or a dict with one of these."""
         for key in ("messages", "prompts", "input", "prompt", "text"):
-            if isinstance(value, Mapping) and fields_of(value, spoken=True) is None and key in value:
+            if isinstance(value, dict) and fields_of(value, spoken=True) is None and key in value:
                 value = value[key]
                 break
         if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list) and not _pair(value[0]):
@@ -193,7 +193,7 @@ class Reader:
 
     def value(self, value: Any, depth: int = 0) -> Any:
         """A node's input or output as `capture.snapshot.frozen` would have left it."""
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             if depth >= _MAX_DEPTH:
                 return "…"
             message = fields_of(value)
@@ -255,7 +255,7 @@ class Sent:
 
 
 def _is_send(value: Any) -> bool:
-    return isinstance(value, Mapping) and "node" in value and "arg" in value and len(value) <= 3
+    return isinstance(value, dict) and "node" in value and "arg" in value and len(value) <= 3
 
 
 def _sent(text: str) -> Any:
@@ -277,4 +277,4 @@ def _plain(value: Any) -> Any:
 
 
 def _pair(value: Sequence[Any]) -> bool:
-    return len(value) == 2 and isinstance(value[0], str) and value[0] in ROLES and not isinstance(value[1], Mapping)
+    return len(value) == 2 and isinstance(value[0], str) and value[0] in ROLES and not isinstance(value[1], dict)

@@ -83,6 +83,22 @@ class _Replay:
                 spaces[span.id] = space or outer
             else:
                 spaces[span.id] = outer if span.kind == "tool" else ""
+        self._put_back(spans)
+
+    def _put_back(self, spans: list[Span]) -> None:
+        """Calls that hang on the root though their namespace is a node's: something between the two was not traced."""
+        by_space: dict[str, Span] = {}
+        for span in spans:
+            if span.id in self.nodes:
+                by_space[str(self.nodes[span.id]["langgraph_checkpoint_ns"])] = span
+        for span in [s for s in self.root.children if s.kind != "chain"]:
+            node = by_space.get(str(span.metadata.get("langgraph_checkpoint_ns") or ""))
+            if node is not None:
+                self.root.children.remove(span)
+                node.children.append(span)
+                node.children.sort(key=lambda s: (s.start, s.place))
+                span.parent = node
+                self.lost["parent (found again by namespace)"] += 1
 
     def _guess_nodes(self, spans: list[Span]) -> None:
         around: set[str] = set()
@@ -107,9 +123,10 @@ class _Replay:
             name = _BAD_IN_PATH.sub("_", span.name).strip("_") or "step"
             outer = spaces.get(span.parent.id, "")
             space = spaces[span.id] = f"{outer}|{name}:{span.id}" if outer else f"{name}:{span.id}"
+            who = span.metadata.get("lc_agent_name") or self.nodes.get(span.parent.id, {}).get("agent")
             self.nodes[span.id] = {
                 **span.metadata, "langgraph_checkpoint_ns": space, "langgraph_step": step, "langgraph_node": name,
-                "langgraph_path": ("__pregel_pull", name), "langgraph_triggers": (),
+                "langgraph_path": ("__pregel_pull", name), "langgraph_triggers": (), **({"agent": who} if who else {}),
             }  # fmt: skip
 
     # -- events
@@ -137,7 +154,7 @@ class _Replay:
             value = self.reader.value(span.inputs) if shown else None
             sent = None
             if metadata is not None:
-                path = metadata.get("langgraph_path") or ()
+                path: tuple[Any, ...] = metadata.get("langgraph_path") or ()
                 if len(path) > 1 and path[0] == "__pregel_push":
                     sent = self.reader.sent(str(metadata.get("langgraph_node") or span.name), span.inputs, path[1])
                 if metadata.get("langgraph_node") == "__start__":
@@ -198,7 +215,9 @@ class _Replay:
             return Failed(error)
         answers, goto = failures.handoff(span.error or "")
         self.lost["handoff update (only its tool messages are kept)"] += 1
-        said: list[Message] = [self.reader.message({"content": text, "tool_call_id": id, "status": "success"}, "tool") for id, text in answers]
+        said: list[Message] = [
+            self.reader.message({"content": text, "tool_call_id": id, "status": "success"}, "tool") for id, text in answers
+        ]
         return Failed(error, CommandSnap({"messages": said} if said else None, list(goto), False))
 
     @staticmethod
@@ -234,12 +253,12 @@ def _typed(span: Span) -> Mapping[str, Any]:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list | tuple) else value
+    return tuple([_tuples(v) if v.__class__ is list else v for v in value])
 
 
 def _tool_inputs(inputs: Any) -> Any:
     """A tool's arguments as a dict, also where the source wrote them as the text of one."""
-    if isinstance(inputs, Mapping) and inputs.keys() == {"input"} and isinstance(inputs["input"], str) and inputs["input"][:1] == "{":
+    if isinstance(inputs, dict) and inputs.keys() == {"input"} and isinstance(inputs["input"], str) and inputs["input"][:1] == "{":
         import ast
 
         try:

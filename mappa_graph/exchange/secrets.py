@@ -55,6 +55,7 @@ _KEYS: tuple[tuple[tuple[str, ...], re.Pattern[str]], ...] = tuple(
         (("eyJ",), r"(?<![\-_])eyJ[A-Za-z0-9_\-]{8,}+\.eyJ[A-Za-z0-9_\-]{8,}+\.[A-Za-z0-9_\-]*+"),
     )
 )  # fmt: skip
+_ANCHORED = tuple((anchor, pattern) for anchors, pattern in _KEYS for anchor in anchors)
 _SK = re.compile(_W + r"(?<![\-_])sk-[A-Za-z0-9_\-]{20,}+")
 _WORDS = re.compile(r"(?:[a-z]++|[A-Z]++|[A-Z]?[a-z]++|[0-9]{1,3})")
 _BEARER = re.compile(
@@ -81,11 +82,18 @@ SECRET_FIELDS = frozenset(
 """Names of fields whose text is a secret whatever it looks like; - and _ are the same."""
 
 
+KEY_SIGNS = tuple(
+    part.encode()
+    for part in (*(anchor for anchor, _ in _ANCHORED), *_ASSIGNED_ANCHORS, "authorization", "cookie", "bearer", "sk-", "://", "-----BEGIN ")
+)
+"""Every text that `key_spans` finds something in, and every field in `SECRET_FIELDS`, has one of these in it; words in either case."""
+
+
 def key_spans(text: str) -> Spans:
     """API keys, tokens, private keys and passwords."""
     found: Spans = []
-    for anchors, pattern in _KEYS:
-        if any(anchor in text for anchor in anchors):
+    for anchor, pattern in _ANCHORED:
+        if anchor in text:
             found += (match.span() for match in pattern.finditer(text))
     if "sk-" in text:
         found += (match.span() for match in _SK.finditer(text) if not _is_words(match.group()))
@@ -96,8 +104,10 @@ def key_spans(text: str) -> Spans:
     lower = text.lower()
     if "bearer" in lower or "authorization" in lower:
         found += (match.span(1) for match in _BEARER.finditer(text) if _mixed(match.group(1)) and not _is_code(match.group(1)))
-    if any(anchor in lower for anchor in _ASSIGNED_ANCHORS):
-        found += (match.span(4) for match in _ASSIGNED.finditer(text) if _assigned(match))
+    for anchor in _ASSIGNED_ANCHORS:
+        if anchor in lower:
+            found += (match.span(4) for match in _ASSIGNED.finditer(text) if _assigned(match))
+            break
     return found
 
 
@@ -130,9 +140,10 @@ def _is_code(value: str) -> bool:
 
 
 def _scrambled(value: str) -> bool:
-    """Whether an unquoted word is a random one: both cases and digits, or long hexadecimal."""
-    mixed = any(c.isupper() for c in value) and any(c.islower() for c in value) and sum(c.isdigit() for c in value) >= 2
-    return (mixed and "_" not in value) or (len(value) >= 32 and all(c in "0123456789abcdef" for c in value.lower()))
+    """Whether an unquoted word is a random one: both cases and digits, or long and with many digits."""
+    digits = sum(c.isdigit() for c in value)
+    mixed = any(c.isupper() for c in value) and any(c.islower() for c in value) and digits >= 2
+    return "_" not in value and (mixed or (len(value) >= 16 and digits >= 4))
 
 
 def _pem(text: str) -> Spans:
@@ -160,9 +171,9 @@ _EMAIL = re.compile(
     r"([A-Za-z]{2,24}+)(?![A-Za-z0-9_\-(\[@])(?!\.[A-Za-z0-9_])"
 )
 _NOT_TOP_LEVEL = frozenset(
-    {"png", "jpg", "jpeg", "gif", "svg", "webp", "pdf", "py", "js", "ts", "transpose", "shape", "size", "inverse", "values", "value", "dtype",
-     "ndim", "grad", "weight", "weights", "bias", "data", "real", "imag", "conj", "flat", "item", "mean", "sum", "std", "max", "min", "dot",
-     "numpy"}
+    {"png", "jpg", "jpeg", "gif", "svg", "webp", "pdf", "py", "js", "ts", "transpose", "shape", "size", "inverse", "values", "value",
+     "dtype", "ndim", "grad", "weight", "weights", "bias", "data", "real", "imag", "conj", "flat", "item", "mean", "sum", "std", "max",
+     "min", "dot", "numpy"}
 )  # fmt: skip
 """Files and attributes of arrays, which stand after an @ in other roles."""
 
@@ -182,7 +193,9 @@ def _is_email(match: re.Match[str], text: str) -> bool:
     return not (text.startswith("git@", start) and text[end : end + 1] == ":")
 
 
-_PHONE_PLUS = re.compile(r"(?<![\w+.,])\+([1-9][0-9]{0,2}(?:[ .\-]?\(?[0-9]{1,5}\)?){2,6}+)(?![\w%]|[.,][0-9])")
+_PHONE_PLUS = re.compile(
+    r"(?<![\w+.,])\+([1-9][0-9]{0,2}(?:[0-9]{7,12}|(?:(?:[ .\-]\(?|\(|(?<=\)))[0-9]{1,8}\)?){2,6}))(?![\w%]|[.,][0-9])"
+)
 _PHONE_NANP = re.compile(
     r"(?<![\w.+\-/*])(?:1[ .\-])?(?:\([2-9][0-9]{2}\) ?|[2-9][0-9]{2}[ .\-])[2-9][0-9]{2}[.\-][0-9]{4}(?![\w\-/*^]|\.[0-9])"
 )
@@ -190,7 +203,7 @@ _PHONE_LABEL = re.compile(
     r"(?i)(?<![a-z])(?:tel(?:ephone)?|phone|mobile|cell(?:phone)?|fax|whatsapp|hotline)(?:[ ](?:number|no))?[.:#]{0,2}"
     r"(?:[ ](?:is|at))?[:=]?[\s\"']{0,3}(\(?[0-9][0-9 .()\-/]{5,18}[0-9])(?![\w%]|[.,][0-9])"
 )
-_BEFORE_SIGN = re.compile(r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])$")
+_BEFORE_SIGN = re.compile(r"(?:[0-9)]|[0-9a-z][\]}]|(?<![A-Za-z])[A-Za-z])$")
 
 
 def phone_spans(text: str) -> Spans:

@@ -126,9 +126,9 @@ def span_of(data: Mapping[str, Any], notes: Notes, place: int = 0) -> Span | Non
     return Span(
         id=str(id), trace_id=str(trace), parent_id=None if data.get("parent_id") is None else str(data["parent_id"]),
         name=str(data.get("name") or known), kind=known, start=start, end=end, inputs=data.get("inputs"), outputs=data.get("outputs"),
-        error=None if error is None or error == "" else str(error), metadata=metadata if isinstance(metadata, Mapping) else {},
-        tags=tags if isinstance(tags, list | tuple) else (), params=params if isinstance(params, Mapping) else {},
-        usage=usage if isinstance(usage, Mapping) else {},
+        error=None if error is None or error == "" else str(error), metadata=metadata if isinstance(metadata, dict) else {},
+        tags=tags if isinstance(tags, list | tuple) else (), params=params if isinstance(params, dict) else {},
+        usage=usage if isinstance(usage, dict) else {},
         tool_call_id=None if data.get("tool_call_id") is None else str(data["tool_call_id"]),
         feedback=data.get("feedback") or (), place=place,
     )  # fmt: skip

@@ -25,7 +25,7 @@ class Spool:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = OFF")
+            self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(
                 "CREATE TABLE IF NOT EXISTS spans (trace TEXT, id TEXT, payload BLOB, PRIMARY KEY (trace, id)) WITHOUT ROWID;"
                 "CREATE TABLE IF NOT EXISTS traces (seq INTEGER PRIMARY KEY, trace TEXT UNIQUE);"

@@ -8,11 +8,12 @@ work; what a stream had sampled until then is kept as a call that ended with "ab
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from types import TracebackType
 from typing import Any, cast
 
 from starlette.types import Message, Receive, Scope, Send
@@ -29,6 +30,7 @@ from .versions import Versions
 log = logging.getLogger("mappa_graph.gateway")
 _JSON = (b"content-type", b"application/json")
 _SSE = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+_MOMENT_S = 0.02
 
 
 class Disconnected(Exception):
@@ -55,6 +57,7 @@ class Service:
         self.max_body_bytes = max_body_bytes
         self.max_inflight = max_inflight
         self.inflight = 0
+        self._serving = getattr(engine, "serving", None)
         self._token = None if api_key is None else f"Bearer {api_key}".encode()
 
     def authorize(self, scope: Scope) -> None:
@@ -67,8 +70,8 @@ class Service:
                 type="authentication_error",
             )
 
-    @contextlib.contextmanager
-    def admit(self) -> Iterator[None]:
+    def enter(self) -> None:
+        """Counts a request in; who enters leaves by counting `inflight` down. Raises `RequestRefused` (429)."""
         if self.inflight >= self.max_inflight:
             raise RequestRefused(
                 f"{self.inflight} requests are in flight, which is this gateway's limit; try again soon",
@@ -78,21 +81,22 @@ class Service:
                 headers={"retry-after": "1"},
             )
         self.inflight += 1
-        try:
-            yield
-        finally:
-            self.inflight -= 1
 
     async def keep(self, exchange: wire.Exchange, completions: Sequence[Completion]) -> None:
         """Records completions; they are on disk on return. Raises `StoreError`."""
         if self.store is not None:
-            await self.store.aadd_calls(exchange.calls(completions))
+            await self.store.aadd_calls([self._spanned(call) for call in exchange.calls(completions)])
         self.metrics.served(exchange.request.policy, exchange.request.version, completions)
+
+    def _spanned(self, call: Call) -> Call:
+        """The call, with the version that serves at its end, where an engine swaps in place and it is another one."""
+        last = None if self._serving is None else self._serving(call.policy)
+        return call if last is None or last == call.version else replace(call, last_version=last)
 
     async def keep_call(self, call: Call) -> None:
         """The same for a call that another server made and numbered."""
         if self.store is not None:
-            await self.store.aadd_calls((call,))
+            await self.store.aadd_calls((self._spanned(call),))
         self.metrics.served(call.policy, call.version, (call,))
 
 
@@ -110,8 +114,11 @@ class Endpoint:
         reply = Reply(send)
         try:
             service.authorize(scope)
-            with service.admit():
+            service.enter()
+            try:
                 await self.answer(scope, receive, reply)
+            finally:
+                service.inflight -= 1
         except Disconnected:
             service.metrics.disconnects += 1
         except RequestRefused as error:
@@ -137,14 +144,16 @@ class Completions(Endpoint):
     async def answer(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         service = self.service
         body, asked = wire.parse(await read(scope, receive, service.max_body_bytes), self.kind)
-        policy, version = service.versions.resolve(asked.model, text(scope, b"x-mappa-episode") or "")
-        request = wire.request(body, policy, version, self.kind)
-        exchange = wire.Exchange(asked, request, agent=text(scope, b"x-mappa-agent"), episode=text(scope, b"x-mappa-episode"))
+        agent, episode = text(scope, b"x-mappa-agent"), text(scope, b"x-mappa-episode")
+        if service.versions.held:
+            await service.versions.open(asked.model)
+        policy, version = service.versions.resolve(asked.model, episode or "")
+        exchange = wire.Exchange(asked, wire.request(body, policy, version, self.kind), agent=agent, episode=episode)
         with service.versions.lease(policy, version):
             if asked.stream:
                 await self._stream(exchange, receive, reply)
             else:
-                async with watched(receive):
+                with watched(receive):
                     completions = await service.engine.complete(exchange.request)
                     await service.keep(exchange, completions)
                 await reply.whole(200, exchange.reply(completions))
@@ -156,7 +165,7 @@ class Completions(Endpoint):
         usage: Mapping[str, Any] | None = None
         unfinished: FinishReason = "error"
         try:
-            async with watched(receive):
+            with watched(receive):
                 # Engines write `stream` as an async generator; closing it is what stops the work.
                 chunks = cast("AsyncIterator[Any]", service.engine.stream(exchange.request))
                 async with aclosing(chunks):  # type: ignore[type-var]
@@ -173,9 +182,8 @@ class Completions(Endpoint):
                         elif not (first or chunk.delta or asked.logprobs or asked.token_ids):
                             continue
                         await reply.piece(exchange.event(chunk, first=first))
-                if asked.usage:
-                    await reply.piece(exchange.usage_event([kept[i] for i in sorted(kept)], usage))
-            await reply.end(b"data: [DONE]\n\n")
+            told = exchange.usage_event([kept[i] for i in sorted(kept)], usage) if asked.usage else b""
+            await reply.end(told + b"data: [DONE]\n\n")
         except Disconnected:
             unfinished = "abort"
             raise
@@ -209,8 +217,9 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes) -> None:
-        await self.piece(data)
-        await self._send({"type": "http.response.body", "body": b""})
+        if not self._started:
+            await self.piece(b"")
+        await self._send({"type": "http.response.body", "body": data})
 
     async def fail(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         if self._started:
@@ -220,26 +229,44 @@ class Reply:
             await self.whole(status, body, headers)
 
 
-@asynccontextmanager
-async def watched(receive: Receive) -> AsyncIterator[None]:
-    """Cancels what is inside when the client goes away, and raises `Disconnected` then."""
-    task = asyncio.current_task()
-    assert task is not None
-    gone = asyncio.ensure_future(_disconnect(receive))
+class watched:
+    """Cancels what is inside when the client goes away, and raises `Disconnected` then.
 
-    def leave(_: asyncio.Future[None]) -> None:
-        task.cancel()
+    It looks for that after a moment only: most calls of a quick engine are over by then, and a task for each would cost them more than
+    their record.
+    """
 
-    gone.add_done_callback(leave)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if gone.done() and task.uncancel() == 0:
+    __slots__ = ("_gone", "_over", "_receive", "_task", "_timer")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._over = False
+        self._gone: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._timer = task.get_loop().call_later(_MOMENT_S, self._look)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._timer.cancel()
+        self._over = True
+        gone = self._gone
+        if gone is None:
+            return
+        if gone.done() and kind is asyncio.CancelledError and self._task.uncancel() == 0:
             raise Disconnected from None
-        raise
-    finally:
-        gone.remove_done_callback(leave)
         gone.cancel()
+
+    def _look(self) -> None:
+        self._gone = asyncio.ensure_future(_disconnect(self._receive))
+        self._gone.add_done_callback(self._leave)
+
+    def _leave(self, _: asyncio.Future[None]) -> None:
+        # It may run when the context is over: nothing outside of it is cancelled.
+        if not self._over:
+            self._task.cancel()
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -272,7 +299,10 @@ def _too_long(limit: int) -> RequestRefused:
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key == name), None)
+    for key, value in scope["headers"]:
+        if key == name:
+            return cast("bytes", value)
+    return None
 
 
 def text(scope: Scope, name: bytes) -> str | None:

@@ -36,10 +36,12 @@ class Responses(Endpoint):
             raise RequestRefused(f"the request body is not JSON: {error}") from error
         if not isinstance(body, dict) or not isinstance(body.get("model"), str):
             raise RequestRefused("the request body must be an object with a model", param="model")
+        if service.versions.held:
+            await service.versions.open(body["model"])
         policy, version = service.versions.resolve(body["model"], text(scope, b"x-mappa-episode") or "")
         begun = _Begun(body, policy, version, text(scope, b"x-mappa-agent"), text(scope, b"x-mappa-episode"), time.time())
         with service.versions.lease(policy, version):
-            async with watched(receive):
+            with watched(receive):
                 respond = service.engine.respond(policy, version, body)  # type: ignore[attr-defined]
                 async with respond as passed:
                     if body.get("stream"):

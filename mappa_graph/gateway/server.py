@@ -18,6 +18,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -204,25 +205,40 @@ class Gateway:
 
     async def _publish(self, policy: str, weights: Path, version: int | None, canary: Canary | None, share: float) -> int:
         service = self._running()
+        if share < 1.0 and self._in_place:
+            raise GatewayError(
+                f"a share of {share:g} needs both versions loaded; the {self.engine.name} engine in this mode holds one a policy",
+                hint="serve LoRA adapters (engine.vllm.mode: lora), or publish to all calls",
+            )
         async with self._publishing[policy]:
             number = service.versions.reserve(policy, version)
+            held = service.versions.hold(policy) if self._in_place else nullcontext()
+            with held:
+                return await self._swap(service, policy, number, weights, canary, share)
+
+    async def _swap(self, service: Service, policy: str, number: int, weights: Path, canary: Canary | None, share: float) -> int:
+        try:
+            await self.engine.load(policy, number, weights)
             try:
-                await self.engine.load(policy, number, weights)
-                try:
-                    if canary is not None:
-                        await self._check(policy, number, canary)
-                except BaseException:
-                    await self.engine.unload(policy, number)
-                    raise
+                if canary is not None:
+                    await self._check(policy, number, canary)
             except BaseException:
-                service.metrics.publishes[policy, "refused"] += 1
+                await self.engine.unload(policy, number)
                 raise
-            if share < 1.0:
-                service.versions.try_out(policy, number, share)
-            else:
-                service.versions.flip(policy, number)
-            service.metrics.publishes[policy, "done"] += 1
-            return number
+        except BaseException:
+            service.metrics.publishes[policy, "refused"] += 1
+            raise
+        if share < 1.0:
+            service.versions.try_out(policy, number, share)
+        else:
+            service.versions.flip(policy, number)
+        service.metrics.publishes[policy, "done"] += 1
+        return number
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the engine holds one version of a policy at a time."""
+        return bool(getattr(self.engine, "swaps_in_place", False))
 
     async def _check(self, policy: str, version: int, canary: Canary) -> None:
         given = list(canary.logprobs)
@@ -271,7 +287,7 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         try:
             await self.engine.start()
-            versions = Versions(self.engine.models(), self._unload)
+            versions = Versions(self.engine.models(), self._unload, in_place=self._in_place)
             self._service = Service(self.engine, versions, self.store, api_key=self._api_key, **self._limits)
             config.app = build(self._service, self._routes)
             self._server = _Server(config, ready)

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 from ..codec import decode, encode
 from ..errors import ConfigError, EngineError
 from .engine import Chunk, Completion, Passed, Request, RequestRefused
-from .http import HttpClient, HttpError, HttpStream, HttpTimeout, Reply
+from .events import Merger, events, tokens
+from .http import HttpClient, HttpError, HttpTimeout, Reply
 
 _KEPT_HEADERS = ("retry-after", "x-request-id")
 
@@ -113,14 +114,12 @@ class UpstreamEngine:
         response = await self._send("POST", _path(request), encode(self._body(request, stream=False)))
         try:
             data = decode(response.body)
-            prompt_ids = data.get("prompt_token_ids")
-            made = [_completion(choice, prompt_ids, request) for choice in data["choices"]]
+            prompt_ids, usage = data.get("prompt_token_ids"), data.get("usage") or None
+            made = [_completion(choice, prompt_ids, request, None if i else usage) for i, choice in enumerate(data["choices"])]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EngineError(f"{self.base_url} sent a reply that is no chat completion: {type(error).__name__}: {error}") from error
-        if not any(c.prompt_ids for c in made):
+        if not any([c.prompt_ids for c in made]):
             made = [replace(c, completion_ids=(), logprobs=()) for c in made]
-        if made and data.get("usage"):
-            made[0] = replace(made[0], usage=data["usage"])
         return made
 
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
@@ -129,31 +128,39 @@ class UpstreamEngine:
         prompt_ids: tuple[int, ...] | None = None
         seen: set[int] = set()
         ends: list[Chunk] = []
-        tokens = 0
+        count = 0
         counted: Mapping[str, Any] | None = None
         try:
             async with client.stream("POST", _path(request), body) as response:
                 if response.status != 200:
                     raise self._refused(_path(request), Reply(response.status, response.headers, await response.read()))
-                async for event in _events(response):
-                    if "error" in event:
-                        raise EngineError(f"{self.base_url} failed in a stream: {event['error']}")
-                    if event.get("prompt_token_ids") is not None:
-                        prompt_ids = tuple(event["prompt_token_ids"])
-                    counted = event.get("usage") or counted
-                    for choice in event.get("choices") or ():
-                        own = choice.get("prompt_token_ids")
-                        if own is not None:
-                            prompt_ids = tuple(own)
-                        chunk = _chunk(choice, None if choice["index"] in seen else prompt_ids, request)
-                        seen.add(choice["index"])
-                        tokens += len(chunk.token_ids)
+                async for together in events(response):
+                    merger, failed = Merger(request), None
+                    for data in together:
+                        # One by one: what is decoded is let go at once, and a burst of events costs no more memory than one.
+                        event = decode(data)
+                        if "error" in event:
+                            failed = event["error"]
+                            break
+                        if event.get("prompt_token_ids") is not None:
+                            prompt_ids = tuple(event["prompt_token_ids"])
+                        counted = event.get("usage") or counted
+                        for choice in event.get("choices") or ():
+                            own = choice.get("prompt_token_ids")
+                            if own is not None:
+                                prompt_ids = tuple(own)
+                            merger.add(choice, None if choice["index"] in seen else prompt_ids)
+                            seen.add(choice["index"])
+                    for chunk in merger.chunks():
+                        count += len(chunk.token_ids)
                         if chunk.finish_reason is None:
                             yield chunk
                         else:
                             ends.append(chunk)
+                    if failed is not None:
+                        raise EngineError(f"{self.base_url} failed in a stream: {failed}")
             # The last chunks wait for the server's own count, which comes right behind: only tokens that are all there are kept.
-            whole = prompt_ids is not None and (counted is None or counted.get("completion_tokens") == tokens)
+            whole = prompt_ids is not None and (counted is None or counted.get("completion_tokens") == count)
             for chunk in ends:
                 yield replace(chunk, whole=whole)
             if counted is not None:
@@ -269,67 +276,24 @@ def _path(request: Request) -> str:
     return "/chat/completions" if request.prompt is None else "/completions"
 
 
-async def _events(response: HttpStream) -> AsyncIterator[Mapping[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to `[DONE]`."""
-    buffer = b""
-    async for part in response.pieces():
-        buffer += part
-        *lines, buffer = buffer.split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
-                yield decode(data)
-    raise EngineError("the upstream's stream broke off before its end")
-
-
-def _tokens(choice: Mapping[str, Any], request: Request) -> tuple[tuple[int, ...], tuple[float, ...], Any]:
-    """Ids, log-probs and OpenAI's log-prob entries of a choice; no ids at all where the two don't match."""
-    told = choice.get("logprobs") or {}
-    if request.prompt is None:
-        entries = told.get("content") or []
-        logprobs = [entry["logprob"] for entry in entries]
-    else:
-        entries, logprobs = told or None, told.get("token_logprobs") or []
-    ids = choice.get("token_ids") or ()
-    if len(ids) != len(logprobs) or None in logprobs:
-        return (), (), entries
-    return tuple(ids), tuple(map(float, logprobs)), entries
-
-
-def _completion(choice: Mapping[str, Any], prompt_ids: Sequence[int] | None, request: Request) -> Completion:
+def _completion(
+    choice: Mapping[str, Any], prompt_ids: Sequence[int] | None, request: Request, usage: Mapping[str, Any] | None
+) -> Completion:
     if request.prompt is None:
         message = dict(choice["message"])
         message.pop("role", None)
     else:
         message = {"content": choice["text"], **{key: choice[key] for key in ("stop_reason", "prompt_logprobs") if key in choice}}
-    ids, logprobs, entries = _tokens(choice, request)
+    ids, logprobs, entries = tokens(choice, request)
     return Completion(
         index=choice["index"],
         prompt_ids=tuple(prompt_ids or choice.get("prompt_token_ids") or ()),
-        completion_ids=ids,
-        logprobs=logprobs,
+        completion_ids=tuple(ids),
+        logprobs=tuple(logprobs),
         text=message.pop("content", None) or "",
         tool_calls=tuple(message.pop("tool_calls", None) or ()),
         finish_reason=choice.get("finish_reason") or "stop",
         content_logprobs=entries if request.top_logprobs is not None else None,
         extra=message,
-    )
-
-
-def _chunk(choice: Mapping[str, Any], prompt_ids: tuple[int, ...] | None, request: Request) -> Chunk:
-    told = choice.get("delta") or {} if request.prompt is None else {"content": choice.get("text")}
-    delta = {key: value for key, value in told.items() if key != "role" and value is not None}
-    if delta.get("content") == "":
-        del delta["content"]
-    ids, logprobs, entries = _tokens(choice, request)
-    return Chunk(
-        index=choice["index"],
-        delta=delta,
-        token_ids=ids,
-        logprobs=logprobs,
-        prompt_ids=prompt_ids,
-        finish_reason=choice.get("finish_reason"),
-        content_logprobs=entries if request.top_logprobs is not None else None,
+        usage=usage,
     )

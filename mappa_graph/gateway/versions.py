@@ -6,6 +6,7 @@ out; a version that is neither current nor on trial is unloaded when its last le
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 from collections import Counter
@@ -27,16 +28,26 @@ class Trial:
 
 
 class Versions:
-    """The table of versions. `unload(policy, version)` is called when a retired version's last call has ended."""
+    """The table of versions. `unload(policy, version)` is called when a retired version's last call has ended.
 
-    def __init__(self, loaded: Mapping[str, Sequence[int]], unload: Callable[[str, int], None]) -> None:
+    Args:
+        in_place: the engine holds one version of a policy at a time: an old one can't be asked for once a new one is current.
+    """
+
+    def __init__(self, loaded: Mapping[str, Sequence[int]], unload: Callable[[str, int], None], *, in_place: bool = False) -> None:
         self._current = {policy: max(versions) for policy, versions in loaded.items()}
         self._loaded = {policy: set(versions) for policy, versions in loaded.items()}
+        """What can be asked for."""
+        self._known = {policy: set(versions) for policy, versions in loaded.items()}
+        """What has not been unloaded yet."""
         self._highest = dict(self._current)
         self._trials: dict[str, Trial] = {}
         self._running: Counter[tuple[str, int]] = Counter()
         self._unload = unload
         self._random = random.Random()
+        self._in_place = in_place
+        self.held: dict[str, asyncio.Event] = {}
+        """By policy whose weights are being replaced; what is called meanwhile waits in `open`."""
 
     @property
     def current(self) -> dict[str, int]:
@@ -101,6 +112,21 @@ class Versions:
             self._running[key] -= 1
             self._retire(*key)
 
+    @contextmanager
+    def hold(self, policy: str) -> Iterator[None]:
+        """Lets new calls to a policy wait while it is open: those in flight go on."""
+        self.held[policy] = event = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self.held[policy]
+            event.set()
+
+    async def open(self, model: str) -> None:
+        """Waits while the policy that a name asks for is held."""
+        while (event := self.held.get(model.partition("@v")[0])) is not None:
+            await event.wait()
+
     def reserve(self, policy: str, wanted: int | None) -> int:
         """The number of the next version. A number that was given out once, even to a publish that failed, is gone."""
         highest = self._highest.get(policy)
@@ -117,8 +143,10 @@ class Versions:
     def flip(self, policy: str, version: int) -> None:
         """Makes a loaded version the current one; the old one, and one on trial, go when their last call has ended."""
         old, trial = self._current[policy], self._trials.pop(policy, None)
-        self._loaded[policy].add(version)
+        self._add(policy, version)
         self._current[policy] = version
+        if self._in_place:
+            self._loaded[policy].discard(old)
         self._retire(policy, old)
         if trial is not None:
             self._retire(policy, trial.version)
@@ -126,10 +154,14 @@ class Versions:
     def try_out(self, policy: str, version: int, share: float) -> None:
         """Gives a loaded version a share of the calls; one that was on trial before goes."""
         before = self._trials.get(policy)
-        self._loaded[policy].add(version)
+        self._add(policy, version)
         self._trials[policy] = Trial(version, share)
         if before is not None:
             self._retire(policy, before.version)
+
+    def _add(self, policy: str, version: int) -> None:
+        self._loaded[policy].add(version)
+        self._known[policy].add(version)
 
     def withdraw(self, policy: str) -> Trial:
         """Ends a trial: all calls to come go to the current version. Raises `GatewayError` where none is on trial."""
@@ -140,12 +172,13 @@ class Versions:
         return trial
 
     def _retire(self, policy: str, version: int) -> None:
+        """Unloads a version that no call runs on, if it is neither current nor on trial."""
         if self._running[policy, version] > 0:
             return
         del self._running[policy, version]
-        if version == self._current[policy] or version not in self._loaded[policy]:
-            return
         trial = self._trials.get(policy)
-        if trial is None or trial.version != version:
-            self._loaded[policy].remove(version)
-            self._unload(policy, version)
+        if version == self._current[policy] or (trial is not None and trial.version == version) or version not in self._known[policy]:
+            return
+        self._known[policy].remove(version)
+        self._loaded[policy].discard(version)
+        self._unload(policy, version)

@@ -4,8 +4,8 @@ No plotting library, no network, no script that holds data. The page's policy (a
 one style sheet and the one script that are written into it, by their hashes: text that an agent wrote could not act even if it were
 markup, and it never is.
 
-`data` reads the run, `choose` picks episodes, `flow` and `picture` draw the graph, `svg` and `charts` the charts, `browser` the
-episodes, and `page` sets it all.
+`data` reads the run, `choose` picks episodes, `flow` and `picture` draw the graph, `svg` and `charts` the charts, `coaching`,
+`evaluations` and `health` are sections made of them, `browser` shows the episodes, and `page` sets it all.
 """
 
 from __future__ import annotations

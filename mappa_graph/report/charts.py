@@ -1,8 +1,7 @@
-"""The sections that are made of charts: learning, behaviour, training health, and time."""
+"""The sections that are made of charts: learning, behaviour, and time; and the pieces that other sections make theirs of."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -93,16 +92,16 @@ def learning(run: Run, css: Mapping[str, str]) -> str:
         ),
     ]
     scores = [
-        Series(agent, css[agent], _points(run, _of(agent, "score_mean")), [_score_interval(section(r, "agents", agent)) for r in run.rows])
+        Series(agent, css[agent], _points(run, of(agent, "score_mean")), [_score_interval(section(r, "agents", agent)) for r in run.rows])
         for agent in run.agents
     ]
     first, last, when = _strata(run)
     blocks = [
-        _figure("Accuracy", "Share of tasks solved: training rollouts, and held-out tasks with 95% intervals.",
+        figure("Accuracy", "Share of tasks solved: training rollouts, and held-out tasks with 95% intervals.",
                 line_chart(accuracy, label="accuracy by iteration", y=(0.0, 1.0), form=percent, ends=True)),
-        _figure("Coach score by agent", "Mean over the iteration’s scored actions, 0 to 10, with the mean’s 95% interval.",
+        figure("Coach score by agent", "Mean over the iteration’s scored actions, 0 to 10, with the mean’s 95% interval.",
                 line_chart(scores, label="mean coach score by agent and iteration", y=(0.0, 10.0), form=_one, ends=True)),
-        _figure("Accuracy by stratum", f"{when}: hollow first, filled last.",
+        figure("Accuracy by stratum", f"{when}: hollow first, filled last.",
                 dumbbells([(n, first.get(n), last.get(n)) for n in sorted({*first, *last}, key=natural)], label="accuracy by stratum")),
     ]  # fmt: skip
     shown = "".join(blocks)
@@ -112,34 +111,15 @@ def learning(run: Run, css: Mapping[str, str]) -> str:
 def behaviour(run: Run, css: Mapping[str, str]) -> str:
     """What the agents did differently: tools, length, truncation, and how their code failed."""
     specs: list[tuple[str, str, Callable[[str], Value], Format, tuple[float, float] | None]] = [
-        ("Tool use", "Share of actions that ran code or called a tool.", lambda a: _of(a, "tool_use"), percent, (0.0, 1.0)),
+        ("Tool use", "Share of actions that ran code or called a tool.", lambda a: of(a, "tool_use"), percent, (0.0, 1.0)),
         ("Executions that failed", "Share of an agent’s runs that ended in an error, a timeout or a kill.", _failing, percent, (0.0, 1.0)),
-        ("Completion length", "Mean tokens of an action.", lambda a: _of(a, "length_mean"), short, None),
+        ("Completion length", "Mean tokens of an action.", lambda a: of(a, "length_mean"), short, None),
         ("Truncated", "Share of actions cut off by the token limit.", lambda a: _share(a, "truncated"), percent, None),
         ("Unscored", "Share of actions that the coach gave no verdict: left out of the loss.", _unscored, percent, None),
     ]
-    blocks = [_small(run, css, *spec) for spec in specs]
+    blocks = [small(run, css, *spec) for spec in specs]
     blocks.append(_errors(run))
-    return _grid(blocks, "grid wide-grid", "No behaviour was measured yet.")
-
-
-def health(run: Run, css: Mapping[str, str]) -> str:
-    """Whether the updates were sound."""
-    specs: list[tuple[str, str, str, float | None]] = [
-        ("Return", "Mean discounted score of the trained actions, 0 to 1.", "return_mean", None),
-        ("Loss", "REINFORCE++ surrogate; near zero by construction.", "loss", 0.0),
-        ("Entropy", "Nats a token. A fall to zero means that sampling explores no more.", "entropy", None),
-        ("KL from the start", "Of the policy from its first weights, a token.", "kl", 0.0),
-        ("Ratio", "Mean of new over old probability; 1 is on policy.", "ratio_mean", 1.0),
-        ("Clipped", "Share of tokens whose ratio was clipped.", "clip_share", 0.0),
-        ("Gradient norm", "Before clipping.", "grad_norm", None),
-        ("Engine mismatch", "KL between the engine’s and the trainer’s log-probs of the same tokens.", "mismatch_kl", 0.0),
-    ]
-    blocks = [
-        _small(run, css, title, hint, functools.partial(_of, key=key), percent if key == "clip_share" else short, None, base, 310)
-        for title, hint, key, base in specs
-    ]
-    return _grid(blocks, "grid", "No update has been made yet.")
+    return grid(blocks, "grid wide-grid", "No behaviour was measured yet.")
 
 
 def time_spent(run: Run) -> str:
@@ -167,9 +147,9 @@ def time_spent(run: Run) -> str:
     trained = stacked_bars([("tokens", "s0")], tokens, label="tokens trained by iteration", width=380, height=200)
     return '<div class="spent">' + "".join(
         (
-            _figure("In all", "Scoring overlaps the rollouts; it counts apart only where it was waited for.", table),
-            _figure("By iteration", "Seconds.", bars),
-            _figure("Tokens trained", "By iteration.", trained),
+            figure("In all", "Scoring overlaps the rollouts; it counts apart only where it was waited for.", table),
+            figure("By iteration", "Seconds.", bars),
+            figure("Tokens trained", "By iteration.", trained),
         )
     ) + "</div>"  # fmt: skip
 
@@ -178,7 +158,8 @@ def _points(run: Run, value: Value) -> list[tuple[float, float | None]]:
     return [(number(r, "iteration") or 0.0, value(r)) for r in run.rows]
 
 
-def _of(agent: str, key: str) -> Value:
+def of(agent: str, key: str) -> Value:
+    """Reads an agent's number from a row."""
     return lambda row: number(row, "agents", agent, key)
 
 
@@ -252,10 +233,10 @@ def _errors(run: Run) -> str:
         names.append(("other", "s5"))
     chart = stacked_bars(names, rows, label="errors by kind and iteration", width=420, height=165)
     key = "".join(f'<span><i class="agent-dot {css}-bg"></i>{esc(kind[:28])}</span>' for kind, css in names)
-    return _figure("Kinds of error", f'<span class="legend">{key}</span>', chart, raw=True)
+    return figure("Kinds of error", f'<span class="legend">{key}</span>', chart, raw=True)
 
 
-def _small(
+def small(
     run: Run,
     css: Mapping[str, str],
     title: str,
@@ -266,21 +247,24 @@ def _small(
     baseline: float | None = None,
     wide: int = 420,
 ) -> str:
+    """A small chart with a line an agent."""
     lines: Sequence[Series] = [Series(agent, css[agent], _points(run, value_of(agent))) for agent in run.agents]
     if form is percent and span is None and all(not v for s in lines for _, v in s.points):
         lines = [s for s in lines if any(v is not None for _, v in s.points)]
         span = (0.0, 0.1)
     chart = line_chart(lines, label=f"{title} by agent and iteration", width=wide, height=165, y=span, form=form, baseline=baseline)
-    return _figure(title, hint, chart)
+    return figure(title, hint, chart)
 
 
-def _figure(title: str, hint: str, body: str, *, raw: bool = False) -> str:
+def figure(title: str, hint: str, body: str, *, raw: bool = False) -> str:
+    """A chart under its title; empty where there is no chart. `raw`: the hint is HTML already."""
     if not body:
         return ""
     return f"<figure><figcaption><b>{esc(title)}</b><small>{hint if raw else esc(hint)}</small></figcaption>{body}</figure>"
 
 
-def _grid(blocks: Sequence[str], css: str, nothing: str) -> str:
+def grid(blocks: Sequence[str], css: str, nothing: str) -> str:
+    """Figures side by side, or a sentence where there is none."""
     shown = "".join(blocks)
     return f'<div class="{css}">{shown}</div>' if shown else f'<p class="aside">{nothing}</p>'
 

@@ -13,8 +13,10 @@ from typing import Any
 
 from ..inspect import light, score_rgb
 from . import charts, coaching
+from . import health as healths
 from .browser import episode_pairs, single_episodes
 from .data import Run, number, section
+from .evaluations import best_tile, evaluations
 from .picture import draw, layout
 from .svg import esc, interval_rule, percent, seconds, short
 
@@ -42,12 +44,12 @@ def render(run: Run) -> str:
         "img-src 'none'; connect-src 'none'; base-uri 'none'; form-action 'none'"
     )
     bodies = {
-        "learning": charts.learning(run, css),
+        "learning": charts.learning(run, css) + evaluations(run),
         "graph": _graph(run, css),
         "coach": coaching.coaching(run, css),
         "behaviour": charts.behaviour(run, css),
         "episodes": _episodes(run, css),
-        "health": charts.health(run, css),
+        "health": healths.health(run, css),
         "time": charts.time_spent(run),
         "failures": _failures(run, css),
         "settings": _settings(run),
@@ -98,6 +100,8 @@ def _headline(run: Run, environment: str) -> str:
     state = '<span class="state done">finished</span>' if run.finished else '<span class="state going">in progress</span>'
     notes = "".join(f'<p class="note">{esc(note)}</p>' for note in run.notes)
     notes += "".join(f'<p class="note">{esc(note)}</p>' for note in _summary_notes(run.summary))
+    notes += f'<p class="note">The run ended early. {esc(healths.ended(run))}</p>' if healths.ended(run) else ""
+    notes += "".join(f'<p class="note">Iteration {at}, alarm {esc(name)}: {esc(text)}</p>' for at, name, text in healths.alarms(run)[:3])
     notes += "".join(f'<p class="note">Iteration {at}: {esc(text)}</p>' for at, text in coaching.alarms(run)[:1])
     return (
         f'<header class="head"><div class="who"><h1>{esc(environment)}</h1>{state}<span class="facts">{esc(" · ".join(facts))}</span></div>'
@@ -164,9 +168,8 @@ def _tiles(run: Run) -> str:
     iterations = number(summary, "iterations")
     iterations = float(max((int(number(r, "iteration") or 0) for r in run.rows), default=0)) if iterations is None else iterations
     tiles.append(("iterations", f"{iterations:.0f}", ""))
-    best = number(summary, "best", "accuracy")
-    if best is not None:
-        tiles.append(("best held-out", percent(best), f"at iteration {number(summary, 'best', 'iteration') or 0:.0f}"))
+    best = best_tile(section(summary, "best"))
+    tiles += [best] if best is not None else []
     episodes = number(summary, "episodes")
     tiles.append(("episodes", f"{run.episodes if episodes is None else int(episodes):,}", "in the trace store"))
     if scored is not None:

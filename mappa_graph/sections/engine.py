@@ -55,13 +55,17 @@ class VllmConfig(Section):
     def _effective(self) -> Self:
         if self.base_url is None:
             if self.api_key_env is not None:
-                raise ValueError("engine.vllm.api_key_env has no effect without engine.vllm.base_url; a server that we start has a key of its own")
+                raise ValueError(
+                    "engine.vllm.api_key_env has no effect without engine.vllm.base_url; a server that we start has a key of its own"
+                )
         else:
             idle = _changed(self, _OF_OURS)
             if idle:
                 raise ValueError(f"engine.vllm.{idle[0]} has no effect on a server that runs already (engine.vllm.base_url)")
         if self.mode == "lora" and self.transfer != "shared":
-            raise ValueError(f"engine.vllm.transfer {self.transfer!r} has no effect with mode 'lora': adapters are loaded from their folder")
+            raise ValueError(
+                f"engine.vllm.transfer {self.transfer!r} has no effect with mode 'lora': adapters are loaded from their folder"
+            )
         if self.mode == "full" and (idle := _changed(self, ("max_adapters", "max_lora_rank"))):
             raise ValueError(f"engine.vllm.{idle[0]} has no effect with mode 'full'; drop it, or set mode 'lora'")
         taken = [a for a in self.extra_args if a.split("=")[0] in _OWN_ARGS]

@@ -4,7 +4,9 @@
 
 Each figure comes from a process of its own, which builds its trainer, makes one step to warm up and `--repeat` steps that count (the
 fastest is shown; CPU time too, which says more on a busy machine). Both sides get the same weights, tokens, advantages and loss (float32,
-no KL, importance weights 1), and their losses and gradient norms are compared. TRL gets one padded row per action. `bare` is the forward
+no KL, importance weights 1), and their losses and gradient norms are compared. TRL gets one padded row per action, as rewards per action
+need, and for `dsbench` also one row per episode (`merged`: it learns from the same tokens, with each action's advantage put on them by
+hand). `bare` is the forward
 and backward of the same model, head and cross-entropy included, on as many tokens as the tree has unique ones.
 
 Batches: `mathchat` 8 samples of a 512-token prompt, 64 new; `dsbench` 4 episodes of 4 turns, context growing from 1,024 tokens by 64 new
@@ -82,7 +84,19 @@ def ours(model: str, batch: str, repeat: int) -> dict[str, Any]:
     return timed(step, repeat)
 
 
-def trl(model: str, batch: str, repeat: int) -> dict[str, Any]:
+def merged_rows(rows: list[tuple[tuple[int, ...], tuple[int, ...], float]]) -> list[list[int]]:
+    """Which actions are one row when a conversation is one: each action's context continues the one before it."""
+    groups: list[list[int]] = []
+    for i, (prompt, _, _) in enumerate(rows):
+        last = rows[groups[-1][-1]] if groups else None
+        if last is not None and len(prompt) > len(last[0]) and prompt[: len(last[0]) + len(last[1])] == last[0] + last[1]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def trl(model: str, batch: str, repeat: int, merge: bool = False) -> dict[str, Any]:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -92,11 +106,14 @@ def trl(model: str, batch: str, repeat: int) -> dict[str, Any]:
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     rows = make_batch(batch, network.config.vocab_size)
+    groups = merged_rows(rows) if merge else [[i] for i in range(len(rows))]
+    width = max(len(rows[g[0]][0]) for g in groups)
+    long = max(len(rows[g[-1]][0]) + len(rows[g[-1]][1]) - len(rows[g[0]][0]) for g in groups)
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=len(rows),
-        num_generations=len(rows),
-        max_completion_length=len(rows[0][1]),
+        per_device_train_batch_size=len(groups),
+        num_generations=len(groups),
+        max_completion_length=long,
         beta=0.0,
         loss_type="dapo",
         learning_rate=1e-12,
@@ -109,20 +126,30 @@ def trl(model: str, batch: str, repeat: int) -> dict[str, Any]:
         network,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=args,
-        train_dataset=Dataset.from_list([{"prompt": "x"}] * len(rows)),
+        train_dataset=Dataset.from_list([{"prompt": "x"}] * len(groups)),
         processing_class=AutoTokenizer.from_pretrained(model),
     )
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
-    width = max(len(p) for p, _, _ in rows)
     advantages = token_advantages([g for _, _, g in rows], [torch.zeros(len(c)) for _, c, _ in rows], 0.0, 0.05)
+    shape = (len(groups), long)
+    ids, there, ours_only, value = (torch.zeros(shape, dtype=t) for t in (torch.long, torch.long, torch.long, torch.float32))
+    for row, group in enumerate(groups):
+        first = len(rows[group[0]][0])
+        whole = rows[group[-1]][0][first:] + rows[group[-1]][1]
+        ids[row, : len(whole)], there[row, : len(whole)] = torch.tensor(whole), 1
+        for i in group:  # an action's own tokens; what tools answered between them is read and not trained on
+            place = slice(len(rows[i][0]) - first, len(rows[i][0]) - first + len(rows[i][1]))
+            ours_only[row, place], value[row, place] = 1, advantages[i]
+    starts = [rows[g[0]][0] for g in groups]
     inputs = {
-        "prompt_ids": torch.tensor([(0,) * (width - len(p)) + p for p, _, _ in rows]),
-        "prompt_mask": torch.tensor([(0,) * (width - len(p)) + (1,) * len(p) for p, _, _ in rows]),
-        "completion_ids": torch.tensor([c for _, c, _ in rows]),
-        "completion_mask": torch.ones(len(rows), len(rows[0][1]), dtype=torch.long),
-        "advantages": torch.stack(advantages),
+        "prompt_ids": torch.tensor([(0,) * (width - len(p)) + p for p in starts]),
+        "prompt_mask": torch.tensor([(0,) * (width - len(p)) + (1,) * len(p) for p in starts]),
+        "completion_ids": ids,
+        "completion_mask": there,
+        "tool_mask": ours_only,
+        "advantages": value,
         "num_items_in_batch": torch.tensor(sum(len(c) for _, c, _ in rows)),
     }
     parameters = list(trainer.model.parameters())
@@ -238,19 +265,20 @@ def main() -> None:
         results["memory"][side] = found = run_alone({"kind": "memory", "side": side}, args.threads)
         print("log-probs at 151k,", side, found, flush=True)
     for batch in args.batches:
-        rows = {
-            k: run_alone({"kind": k, "model": model, "batch": batch, "repeat": args.repeat}, args.threads) for k in ("ours", "trl", "bare")
-        }
+        shared = {"model": model, "batch": batch, "repeat": args.repeat}
+        rows = {kind: run_alone({"kind": kind, **shared}, args.threads) for kind in ("ours", "trl", "bare")}
+        if batch == "dsbench":
+            rows["trl, merged rows"] = run_alone({"kind": "trl", "merge": True, **shared}, args.threads)
         results[batch] = rows
         for kind, row in rows.items():
             print(batch, kind, row, flush=True)
         if not any("error" in row for row in rows.values()):
             mine, theirs, plain = rows["ours"], rows["trl"], rows["bare"]
+            per_token = mine["computed_tokens"] / plain["tokens"]
             for clock in ("wall_s", "cpu_s"):
-                print(
-                    f"{batch}: TRL / ours {theirs[clock] / mine[clock]:.2f}, bare / ours {plain[clock] / mine[clock]:.2f} ({clock})",
-                    flush=True,
-                )
+                others = {"TRL": theirs, **({"TRL merged": rows["trl, merged rows"]} if "trl, merged rows" in rows else {})}
+                told = ", ".join(f"{name} / ours {row[clock] / mine[clock]:.2f}" for name, row in others.items())
+                print(f"{batch}: {told}, bare / ours by unique token {plain[clock] / mine[clock] * per_token:.2f} ({clock})", flush=True)
             apart = abs(mine["loss"] - theirs["loss"]), abs(mine["grad_norm"] / theirs["grad_norm"] - 1)
             print(f"{batch}: loss differs by {apart[0]:.1e}, gradient norm by {apart[1]:.1e} of itself", flush=True)
     if args.json:

@@ -9,6 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mappa_graph.config import load_config, make_config
 from mappa_graph.errors import EngineError, TrainerError
 from mappa_graph.gateway import Gateway
 from mappa_graph.gateway.local import LocalEngine
@@ -241,7 +242,16 @@ def test_bfloat16_keeps_the_base_in_it_and_the_adapters_in_float32(base):
     assert half.learner("a").model.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
-def test_learning_rates_where_none_is_given(base):
+def test_learning_rates_where_none_is_given(base, tmp_path):
+    configs = {
+        lr: make_config({"train": train}) for lr, train in ((1e-6, {}), (1e-4, {"lora": {"rank": 4}}), (3e-5, {"lora": {}, "lr": 3e-5}))
+    }
+    for lr, config in configs.items():
+        assert config.train.lr == lr and config.same_training(config) == []
+        (tmp_path / "config.yaml").write_text(config.dump())
+        assert load_config(tmp_path / "config.yaml") == config
+    assert configs[1e-4].same_training(make_config({"train": {"lora": {"rank": 4}, "lr": 1e-4}})) == []
+    assert "train.lr" in configs[1e-4].same_training(make_config({"train": {"lora": {"rank": 4}, "lr": 1e-3}}))
     assert TrainerSettings().lr == 1e-6 and TrainerSettings(lora={}).lr == 1e-4 and TrainerSettings(lora={}, lr=3e-5).lr == 3e-5
     trainer = ReinforceTrainer({"a": base}, TrainerSettings(lora={"rank": 2}, beta=0.0))
     assert trainer.update([s for s in samples_of(1) if s.policy == "a"]).policies["a"]["lr"] == 1e-4

@@ -126,3 +126,54 @@ def test_an_llm_coach_is_written_and_read_back(tmp_path):
     config = make_config({"coach": {**LLM, "prices": {"openai:judge": {"input": 1, "output": 2}}, "budget": {"usd": 1}}})
     (tmp_path / "c.yaml").write_text(config.dump())
     assert load_config(tmp_path / "c.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"evaluate": {"samples": 4, "temperature": 0}}, "greedy samples are all the same"),
+        ({"evaluate": {"samples": 4, "pass_at": [1, 8]}}, r"pass_at 8 is not in 1\.\.4"),
+        ({"evaluate": {"samples": 4, "pass_at": [0]}}, r"pass_at 0 is not in 1\.\.4"),
+        ({"evaluate": {"best_by": "majority"}}, "needs evaluate.samples above 1"),
+        ({"evaluate": {"samples": 4, "best_by": "pass@3"}}, r"'pass@3' is not among evaluate\.pass_at \[1, 4\]"),
+        ({"evaluate": {"best_by": "score", "best_is": "min"}}, "would keep the worst checkpoint"),
+        ({"loop": {"max_staleness": 2}}, "no effect without loop.pipeline"),
+        ({"loop": {"pipeline": True, "max_staleness": 0}}, "greater than or equal to 1"),
+        ({"loop": {"curriculum": "difficulty"}}, "needs loop.curriculum_iterations"),
+        ({"loop": {"curriculum_iterations": 3}}, "no effect with loop.curriculum 'none'"),
+        ({"loop": {"frozen": ["a", "a"]}}, "loop.frozen names one twice: a, a"),
+        ({"loop": {"trackers": ["wandb", "wandb"]}}, "loop.trackers names one twice"),
+        ({"loop": {"trackers": ["comet"]}}, "'tensorboard', 'wandb', 'trackio' or 'mlflow'"),
+        ({"loop": {"project": "x"}}, "no effect without loop.trackers"),
+        ({"loop": {"trackers": ["wandb"], "project": "../x"}}, "loop.project"),
+        ({"loop": {"early_stop": {"min_delta": 0.1}}}, r"loop\.early_stop\.patience"),
+        ({"loop": {"alarms": {"entropy_colapse": {}}}}, "did you mean 'entropy_collapse'"),
+        ({"loop": {"alarms": {"mismatch": {"action": "panic"}}}}, r"loop\.alarms\.mismatch\.action"),
+        ({"loop": {"alarms": {"entropy_collapse": {"threshold": 2}}}}, "share of the first entropy"),
+        ({"loop": {"alarms": {"ratio_explosion": {"threshold": 0.9}}}}, "ratio_explosion.threshold must be above 1"),
+    ],
+)
+def test_settings_of_the_loop_that_can_not_be_meant_are_refused(data, said):
+    with pytest.raises(ConfigError, match=said):
+        make_config(data)
+
+
+def test_an_alarm_that_is_given_in_part_keeps_its_own_defaults(tmp_path):
+    config = make_config({"loop": {"alarms": {"entropy_collapse": {"action": "stop"}}, "early_stop": {"patience": 3}}})
+    assert (config.loop.alarms.entropy_collapse.threshold, config.loop.alarms.entropy_collapse.action) == (0.1, "stop")
+    assert config.loop.alarms.length_drift.threshold == 3.0
+    path = tmp_path / "c.yaml"
+    path.write_text(config.dump())
+    assert load_config(path) == config
+
+
+def test_a_resumed_run_may_change_what_watches_it_and_not_what_trains_it():
+    one = make_config({})
+    watching = {"alarms": {"mismatch": {"threshold": 1}}, "early_stop": {"patience": 1}, "trackers": ["wandb"], "project": "p"}
+    assert one.same_training(make_config({"loop": {**watching, "keep_refused": 9}})) == []
+    assert one.same_training(make_config({"loop": {"pipeline": True, "frozen": ["a"]}})) == ["loop.frozen", "loop.pipeline"]
+
+
+def test_pass_at_defaults_to_one_and_all_samples():
+    assert make_config({"evaluate": {"samples": 4}}).evaluate.ks == (1, 4) and make_config({}).evaluate.ks == ()
+    assert make_config({"evaluate": {"samples": 4, "pass_at": [2, 1, 2]}}).evaluate.ks == (1, 2)

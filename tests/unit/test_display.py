@@ -199,3 +199,19 @@ def test_threads_may_report_at_once() -> None:
 
 def test_a_sparkline_has_a_gap_where_a_value_is_missing() -> None:
     assert spark([0.0, None, 10.0, 99.0], 0.0, 10.0).plain == "▁ ██"
+
+
+def test_the_result_shows_the_metric_that_chooses_the_best_and_why_a_run_ended_early() -> None:
+    made = summary(rows(), 12)
+    made["before"].update(pass_at={"4": {"value": 0.25}}, majority={"value": 0.1}, metrics={"fair_rmse": 31.25})
+    made["after"].update(pass_at={"4": {"value": 0.5}}, majority={"value": 0.2}, metrics={"fair_rmse": 30.0})
+    made["best"].update(by="fair_rmse", value=30.0)
+    made["stopped"] = {"by": "early_stop", "message": "early stop: no better"}
+    shown = [" ".join(line.split()) for line in drawn(before_after_table(made), 120).splitlines()]
+    assert "held-out pass@4 25.0% 50.0% +25.0 points" in shown and "held-out majority 10.0% 20.0% +10.0 points" in shown
+    assert "held-out fair_rmse (chooses the best) 31.25 30 -1.25" in shown
+    assert "ended early: early stop: no better" in shown
+    made["before"]["metrics"] = {}
+    assert "held-out fair_rmse (chooses the best) – 30 –" in [
+        " ".join(line.split()) for line in drawn(before_after_table(made), 120).splitlines()
+    ]

@@ -1,31 +1,14 @@
-"""Pieces of the loop that need no model: which tasks come when, the shuffling control, and the count of retokenised tokens."""
+"""Pieces of the loop that need no model: the shuffling control, the count of retokenised tokens, and rows that are JSON."""
 
+import json
+import math
 from collections import Counter
 
 import pytest
 
-from mappa_graph import Task
 from mappa_graph.record import Action, Call, Episode, EpisodeTrace, Verdict
 from mappa_graph.trainers.batch import Sample
-from mappa_graph.trainers.sampling import tasks_of
-from mappa_graph.trainers.metrics import retokenised, shuffle_scores
-
-TASKS = [Task(f"t{i}", "p") for i in range(10)]
-
-
-def test_every_task_comes_once_an_epoch_whatever_the_batch_size():
-    seen = [t.id for iteration in range(1, 11) for t in tasks_of(TASKS, 3, iteration, seed=0)]
-    for epoch in range(3):
-        assert Counter(seen[10 * epoch : 10 * epoch + 10]) == Counter(t.id for t in TASKS)
-
-
-def test_the_order_of_tasks_follows_from_the_seed_alone():
-    assert tasks_of(TASKS, 4, 2, seed=5) == tasks_of(TASKS, 4, 2, seed=5)
-    assert any(tasks_of(TASKS, 4, i, seed=5) != tasks_of(TASKS, 4, i, seed=6) for i in range(1, 4))
-
-
-def test_a_batch_larger_than_the_task_list_wraps_around():
-    assert len(tasks_of(TASKS, 25, 1, seed=0)) == 25
+from mappa_graph.trainers.metrics import plain, retokenised, shuffle_scores, write_metrics
 
 
 def episode(n: int, scores: dict[str, list[float | None]]) -> EpisodeTrace:
@@ -55,3 +38,10 @@ def test_tokens_that_are_not_the_engines_are_counted(ids, expected):
     sample = Sample("a", "a", "e", "x", (1, 2), ids, (-0.1, -0.2), 1.0, 0.5)
     assert retokenised([trace], [sample]) == expected
     assert retokenised([], [sample]) == 2
+
+
+def test_rows_are_json_whatever_the_numbers(tmp_path):
+    row = {"iteration": 1, "agents": {"a": {"kl": math.nan, "loss": 0.5}}, "list": [math.inf, (1, -math.inf)], "text": "nan", "no": None}
+    write_metrics(tmp_path / "m.jsonl", [plain(row)])
+    read = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert read == {"iteration": 1, "agents": {"a": {"kl": None, "loss": 0.5}}, "list": [None, [1, None]], "text": "nan", "no": None}

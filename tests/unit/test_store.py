@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sqlite3
 import threading
@@ -223,12 +224,77 @@ def test_redaction_reaches_every_text_and_drops_the_tokens_that_spell_it(tmp_pat
 
 
 async def test_concurrent_awaiters_share_a_transaction(store: TraceStore) -> None:
+    await store.aadd_calls([call("first")])
     seen: list[str] = []
-    store._db.set_trace_callback(seen.append)
+    assert store._writer._quick is not None
+    store._writer._quick.set_trace_callback(seen.append)
     await asyncio.gather(*(store.aadd_calls([call(f"c{i}")]) for i in range(200)))
-    commits = sum(s == "COMMIT" for s in seen)
-    assert store.counts()["calls"] == 200
-    assert commits < 100
+    assert store.counts()["calls"] == 201
+    assert sum(s == "COMMIT" for s in seen) == 1
+
+
+async def test_a_file_that_another_writes_to_makes_calls_wait_and_not_the_loop(store: TraceStore) -> None:
+    other = sqlite3.connect(store.path)
+    other.execute("BEGIN IMMEDIATE")
+    waiting = asyncio.gather(*(store.aadd_calls([call(f"c{i}")]) for i in range(5)))
+    for _ in range(50):
+        # The loop turns on while the lock is held.
+        await asyncio.sleep(0.001)
+        assert not waiting.done()
+    other.rollback()
+    await waiting
+    assert store.counts()["calls"] == 5
+
+
+async def test_a_call_that_can_not_be_written_down_fails_alone(store: TraceStore) -> None:
+    results = await asyncio.gather(
+        store.aadd_calls([call("good")]),
+        store.aadd_calls([replace(call("bad"), prompt_ids=(1 << 40,))]),
+        store.aadd_calls([call("also")]),
+        return_exceptions=True,
+    )
+    assert [type(r) is type(None) for r in results] == [True, False, True]
+    assert {c.id for c in store.orphan_calls()} == {"good", "also"}
+
+
+async def test_an_awaiter_that_is_cancelled_does_not_disturb_its_group(store: TraceStore) -> None:
+    tasks = [asyncio.ensure_future(store.aadd_calls([call(f"c{i}")])) for i in range(3)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results[1], asyncio.CancelledError) and results[0] is None and results[2] is None
+    assert store.counts()["calls"] >= 2
+
+
+async def test_a_redaction_hook_never_runs_on_the_loop(tmp_path: Path) -> None:
+    threads: set[int] = set()
+
+    def hook(payload: Any) -> Any:
+        threads.add(threading.get_ident())
+        return payload
+
+    with TraceStore(tmp_path / "t.db", redact=hook) as store:
+        await store.aadd_calls([call()])
+        assert store.counts()["calls"] == 1
+    assert threads and threading.get_ident() not in threads
+
+
+async def test_loops_in_several_threads_share_a_store(store: TraceStore) -> None:
+    async def work(k: int) -> None:
+        for i in range(40):
+            await asyncio.gather(*(store.aadd_calls([call(f"{k}-{i}-{j}")]) for j in range(3)))
+
+    await asyncio.gather(work(0), *(asyncio.to_thread(asyncio.run, work(k)) for k in (1, 2, 3)))
+    assert store.counts()["calls"] == 4 * 40 * 3
+
+
+async def test_the_log_begins_anew_however_long_calls_come(store: TraceStore) -> None:
+    big = call(prompt_ids=tuple(range(20_000)))
+    for i in range(600):
+        await asyncio.gather(*(store.aadd_calls([replace(big, id=f"c{i}-{j}")]) for j in range(2)))
+    size = os.path.getsize(f"{store.path}-wal")
+    assert size < 60e6, f"{1200 * 80e3 / 1e6:.0f} MB of calls left a log of {size / 1e6:.0f} MB"
+    assert store.counts()["calls"] == 1200
 
 
 async def test_a_failed_group_tells_every_awaiter(store: TraceStore) -> None:
@@ -352,6 +418,7 @@ def test_saving_episodes_keeps_nothing_of_them_in_memory(store: TraceStore) -> N
         for i in range(first, first + n):
             store.add_call(call(f"e{i}-c0"))
             store.save_episode(trace(f"e{i}", actions=1))
+        gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()

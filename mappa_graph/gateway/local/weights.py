@@ -28,14 +28,24 @@ def load_version(beside: Any, first: Path, weights: Path, dtype: torch.dtype, de
         raise EngineError(f"there is no folder of weights at {weights}")
     try:
         if (weights / "adapter_config.json").is_file():
-            base = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=dtype, local_files_only=True)
-            module = merge_adapter(base.to(device), weights)
+            module = merge_adapter(_base(first, dtype).to(device), weights)
         else:
             module = copy.deepcopy(beside)
             fill(module, read(weights), weights)
     except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
         raise EngineError(f"the weights in {weights} can't be loaded: {type(error).__name__}: {error}") from error
     return module.eval().requires_grad_(False)
+
+
+def _base(first: Path, dtype: torch.dtype) -> Any:
+    """A policy's first weights, without the progress bar of every publish."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(first, dtype=dtype, local_files_only=True)
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def read(weights: Path, pattern: str = "*.safetensors") -> dict[str, torch.Tensor]:

@@ -24,11 +24,12 @@ from pathlib import Path
 
 from ...errors import EngineError
 from .environment import Environment
+from .replies import MOST_ALTERNATIVES
 
 PLUGIN = Path(__file__).with_name("plugin")
 BACKEND = "mappa_shared"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
+_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")
 _ENTRY_POINTS = "[vllm.general_plugins]\nmappa = mappa_vllm:register\n"
 _METADATA = "Metadata-Version: 2.1\nName: mappa-vllm\nVersion: 1\n"
 
@@ -65,6 +66,7 @@ class Launch:
             "--port": str(port),
             "--dtype": self.dtype,
             "--logprobs-mode": "processed_logprobs",
+            "--max-logprobs": str(MOST_ALTERNATIVES),
             # A model folder's own sampling defaults would change the distribution behind the trainer's back.
             "--override-generation-config": json.dumps(neutral),
             "--middleware": "mappa_vllm.Guard",

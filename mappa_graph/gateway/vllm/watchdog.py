@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     def die_with_the_watchdog() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_the_watchdog)  # noqa: PLW1509 - one thread only
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_the_watchdog)
     status = None
     while status is None:
         ready, _, _ = select.select([0, woken], [], [])

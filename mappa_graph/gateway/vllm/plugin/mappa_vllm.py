@@ -3,7 +3,7 @@
 vLLM finds `register` through an entry point in the group `vllm.general_plugins` and calls it in each of its processes; this file is
 put on the server's path, and nothing of it runs in ours. The one thing to know: no byte of a version is loaded before all of it was
 checked. Its files must have the checksums that the request names, and hold exactly the tensors, with the shapes, of the model that
-the server was started with. What fails before that leaves the model as it was; what fails after says so (`half loaded`).
+the server was started with. What fails before that leaves the model as it was, and says so (`refused`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 BACKEND = "mappa_shared"
-HALF = "half loaded"
+REFUSED = "refused before anything was loaded"
 RESUME_AFTER = b"x-mappa-resume-after"
 _OPEN = frozenset({"/health", "/ping"})
 
@@ -46,7 +46,7 @@ def check_files(folder: Path, files: dict[str, str]) -> None:
     with ThreadPoolExecutor(min(8, len(files))) as pool:
         for (name, wanted), found in zip(files.items(), pool.map(digest, files), strict=True):
             if found != wanted:
-                raise ValueError(f"{folder / name} has checksum {found[:12]}…, {wanted[:12]}… was written: it is half a file, or another")
+                raise ValueError(f"{name} has checksum {found[:12]}…, {wanted[:12]}… was written: it is half a file, or another")
 
 
 def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
@@ -84,16 +84,16 @@ def _engine_class() -> type:
     )
 
     @dataclass
-    class Init(WeightTransferInitInfo):  # type: ignore[misc]
+    class Init(WeightTransferInitInfo):
         pass
 
     @dataclass
-    class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+    class Update(WeightTransferUpdateInfo):
         folder: str
         files: dict[str, str]
         """File name -> sha256."""
 
-    class SharedPathEngine(WeightTransferEngine):  # type: ignore[misc]
+    class SharedPathEngine(WeightTransferEngine):
         """Reads a version from a folder that both sides see, tensor by tensor."""
 
         init_info_cls = Init
@@ -111,21 +111,24 @@ def _engine_class() -> type:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # type: ignore[import-not-found]
 
             folder = Path(update_info.folder)
-            check_files(folder, update_info.files)
             paths = [folder / name for name in sorted(update_info.files)]
-            if self._shapes is None:
-                self._shapes = shapes_of(sorted(Path(self.model_config.model).glob("*.safetensors")))
-            tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-            check_shapes(shapes_of(paths), self._shapes, tied=tied)
+            try:
+                check_files(folder, update_info.files)
+                if self._shapes is None:
+                    self._shapes = shapes_of(sorted(Path(self.model_config.model).glob("*.safetensors")))
+                tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+                check_shapes(shapes_of(paths), self._shapes, tied=tied)
+            except (OSError, ValueError, KeyError, struct.error) as error:
+                raise ValueError(f"{REFUSED}: {error}") from error
             initialize_layerwise_reload(self.model)
             self._loading = True
             try:
                 for path in paths:
                     with safe_open(path, framework="pt") as tensors:
                         self.model.load_weights((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
-            except BaseException as error:
-                self.finish_weight_update()
-                raise RuntimeError(f"{HALF}: {folder}: {error}") from error
+            except BaseException:
+                self.finish_weight_update()  # the model has its shape again, and the weights of nothing
+                raise
 
         def finish_weight_update(self) -> None:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -179,4 +182,6 @@ class Guard:
 
         own = {"type": "http", "asgi": scope["asgi"], "http_version": "1.1", "method": "POST", "scheme": scope["scheme"]}
         place = {"path": "/resume", "raw_path": b"/resume", "root_path": scope.get("root_path", ""), "query_string": b""}
-        await self.app({**own, **place, "headers": [], "client": None, "server": scope.get("server"), "app": scope.get("app")}, receive, send)
+        await self.app(
+            {**own, **place, "headers": [], "client": None, "server": scope.get("server"), "app": scope.get("app")}, receive, send
+        )

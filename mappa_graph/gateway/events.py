@@ -1,0 +1,132 @@
+"""An upstream's stream of server-sent events, as few `Chunk`s as say the same.
+
+Nothing is held back: what has come together goes on together, at once. The one thing to know: under load a server's tokens come in
+bursts, and each of them as an event of its own through parser, record and socket would be most of what a stream costs; so pieces of
+one text that came together are one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import EngineError
+from .engine import Chunk, Passed, Request
+
+
+async def events(response: Passed) -> AsyncIterator[list[bytes]]:
+    """The data of a stream's events up to `[DONE]`, those that came together in one list."""
+    rest = b""
+    async for part in response.pieces():
+        data = rest + part if rest else part
+        end = data.rfind(b"\n") + 1
+        rest = data[end:]
+        told = [line[5:].strip() for line in data[:end].split(b"\n") if line.startswith(b"data:")]
+        done = b"[DONE]" in told
+        if done:
+            del told[told.index(b"[DONE]") :]
+        if told:
+            yield told
+        if done:
+            return
+    raise EngineError("the upstream's stream broke off before its end")
+
+
+def tokens(choice: Mapping[str, Any], request: Request) -> tuple[Sequence[int], Sequence[float], Any]:
+    """Ids, log-probs and OpenAI's log-prob entries of a choice; no ids at all where the two don't match."""
+    told = choice.get("logprobs") or {}
+    if request.prompt is None:
+        entries = told.get("content") or []
+        logprobs = [entry["logprob"] for entry in entries]
+    else:
+        entries, logprobs = told or None, told.get("token_logprobs") or []
+    ids = choice.get("token_ids") or ()
+    if len(ids) != len(logprobs) or None in logprobs:
+        return (), (), entries
+    return ids, logprobs, entries
+
+
+class Merger:
+    """Collects the choices of events that came together; `chunks` are what they say.
+
+    Pieces of one text are one chunk. Anything else (tool calls, an end, another index) begins a chunk of its own.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._runs: list[_Run] = []
+        self._wanted = request.top_logprobs is not None
+        # A plain completion's log-probs are an object of lists, with offsets: its pieces stay as they are.
+        self._chat = request.prompt is None
+
+    def add(self, choice: Mapping[str, Any], prompt_ids: tuple[int, ...] | None) -> None:
+        """Takes a choice of an event."""
+        finish = choice.get("finish_reason")
+        if finish is None and prompt_ids is None and self._chat and self._runs and self._runs[-1].take(choice, self._wanted):
+            return
+        told = choice.get("delta") or {} if self._chat else {"content": choice.get("text")}
+        delta = {key: value for key, value in told.items() if key != "role" and value is not None}
+        if delta.get("content") == "":
+            del delta["content"]
+        self._runs.append(_Run(choice["index"], delta, prompt_ids, finish, *tokens(choice, self._request)))
+
+    def chunks(self) -> list[Chunk]:
+        return [run.chunk(self._wanted) for run in self._runs]
+
+
+class _Run:
+    """A chunk that grows."""
+
+    __slots__ = ("delta", "entries", "finish", "ids", "index", "logprobs", "name", "parts", "prompt_ids")
+
+    def __init__(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        prompt_ids: tuple[int, ...] | None,
+        finish: Any,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        entries: Any,
+    ) -> None:
+        self.index = index
+        self.delta = delta
+        self.prompt_ids = prompt_ids
+        self.finish = finish
+        self.ids = list(ids)
+        self.logprobs = list(logprobs)
+        self.entries = entries
+        self.name = next(iter(delta), "content")
+        self.parts = list(delta.values())
+
+    def take(self, choice: Mapping[str, Any], wanted: bool) -> bool:
+        """Takes more of the same text in, with its tokens; whether it was that."""
+        delta = choice.get("delta")
+        if not delta or len(delta) != 1 or len(self.delta) > 1 or self.finish is not None or choice["index"] != self.index:
+            return False
+        text = delta.get(self.name)
+        if not isinstance(text, str):
+            return False
+        ids = choice.get("token_ids") or ()
+        entries = (choice.get("logprobs") or {}).get("content") or []
+        if len(ids) != len(entries):
+            return False
+        self.parts.append(text)
+        self.ids += ids
+        if wanted:
+            self.entries += entries
+        for entry in entries:
+            self.logprobs.append(entry["logprob"])
+        return True
+
+    def chunk(self, wanted: bool) -> Chunk:
+        known = None not in self.logprobs
+        return Chunk(
+            index=self.index,
+            delta=self.delta if len(self.parts) == len(self.delta) else {self.name: "".join(self.parts)},
+            token_ids=tuple(self.ids) if known else (),
+            logprobs=tuple(self.logprobs) if known else (),
+            prompt_ids=self.prompt_ids,
+            finish_reason=self.finish,
+            content_logprobs=self.entries if wanted else None,
+        )
