@@ -55,8 +55,16 @@ class Process:
 class ForkServer:
     """One fork server inside one bubblewrap (or bare, for `none`)."""
 
-    def __init__(self, isolation: Isolation, limits: Limits, preload: Sequence[str], sessions: Path, connections: Path) -> None:
-        self.isolation, self.limits, self.preload = isolation, limits, tuple(preload)
+    def __init__(
+        self,
+        isolation: Isolation,
+        limits: Limits,
+        preload: Sequence[str],
+        sessions: Path,
+        connections: Path,
+        hide: Sequence[Path] = (),
+    ) -> None:
+        self.isolation, self.limits, self.preload, self.hide = isolation, limits, tuple(preload), tuple(hide)
         self.sessions, self.connections = sessions, connections
         self.processes: dict[str, Process] = {}
         self.info: dict[str, Any] = {}
@@ -69,7 +77,7 @@ class ForkServer:
 
     def copy(self) -> ForkServer:
         """A server of the same make, not started."""
-        return ForkServer(self.isolation, self.limits, self.preload, self.sessions, self.connections)
+        return ForkServer(self.isolation, self.limits, self.preload, self.sessions, self.connections, self.hide)
 
     @property
     def alive(self) -> bool:
@@ -87,7 +95,7 @@ class ForkServer:
         if binds is None:
             binds = [(str(self.sessions), wall.SESSIONS, True), (str(self.connections), wall.CONNECTIONS, True)]
         limits: dict[str, Any] = {"CORE": 0}
-        command = [] if none else outer_command(self.isolation, self.limits, binds)
+        command = [] if none else outer_command(self.isolation, self.limits, binds, self.hide)
         command += code_command(theirs.fileno(), self.preload, limits, str(Path(wall.__file__).parent.parent) if none else "/sandbox/code")
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         variables = (

@@ -100,8 +100,8 @@ def interpreter_binds() -> list[Path]:
     return out
 
 
-def outer_command(isolation: Isolation, limits: Limits, binds: Sequence[tuple[str, str, bool]]) -> list[str]:
-    """The bubblewrap command up to the program it runs. `binds` are (host path, inside path, writable)."""
+def outer_command(isolation: Isolation, limits: Limits, binds: Sequence[tuple[str, str, bool]], hide: Sequence[Path] = ()) -> list[str]:
+    """The bubblewrap command up to the program it runs. `binds` are (host path, inside path, writable); `hide` are host folders."""
     command = [str(isolation.bubblewrap), "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
     if isolation.wall == "full":
@@ -126,6 +126,10 @@ def outer_command(isolation: Isolation, limits: Limits, binds: Sequence[tuple[st
             command += ["--perms", "0755", "--dir", str(folder)]
     for bound in interpreter_binds():
         command += ["--ro-bind", str(bound), str(bound)]
+    for folder in hide:
+        # what is not bound is not there anyway, and bubblewrap could not mount on it
+        if any(folder.is_relative_to(seen) for seen in (*interpreter_binds(), Path("/usr"))):
+            command += ["--tmpfs", str(folder)]
     for place in ("/sandbox", "/sandbox/code", wall.WORK, wall.KERNEL, wall.SESSIONS, wall.CONNECTIONS):
         command += ["--perms", "0755", "--dir", place]
     command += ["--ro-bind", str(_CODE), "/sandbox/code/inside"]

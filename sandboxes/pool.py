@@ -47,10 +47,10 @@ class SandboxPool:
     Args:
         size: kernels kept warm. 0 = every session waits about 0.1 s for its kernel.
         isolation: "bubblewrap" (default) or "none": agent code then runs with all the rights of this user. Where bubblewrap is not usable
-        the
-            former raises `SandboxError` with what to install.
+            the former raises `SandboxError` with what to install.
         preload: modules imported once, before the fork, and so there at once in every kernel. One that is missing is logged and left out.
         limits: what each session may use.
+        hide: folders of this machine that are empty inside, though they lie in what a sandbox sees (a package's data, answers to tasks).
         root: folder for the sessions' workspaces; default: the system's temporary folder. What is made there is removed at the end.
         max_kernels: kernels at once; a session that needs one more waits for its turn, at most `wait_s` seconds.
     """
@@ -62,6 +62,7 @@ class SandboxPool:
         *,
         preload: Sequence[str] = ("numpy",),
         limits: Limits | None = None,
+        hide: Sequence[str | Path] = (),
         root: str | Path | None = None,
         max_kernels: int = 64,
         wait_s: float = 600.0,
@@ -72,6 +73,7 @@ class SandboxPool:
             )
         self.size, self.preload, self.limits = size, tuple(preload), limits or Limits()
         self.isolation: Isolation = choose(isolation)
+        self.hide = tuple(Path(folder).resolve() for folder in hide)
         self.sessions = Path()
         self._root = None if root is None else Path(root)
         self._max_kernels, self._wait_s = max_kernels, wait_s
@@ -158,6 +160,8 @@ class SandboxPool:
     async def _open(self) -> None:
         if self.isolation.wall == "none":
             log.warning("SANDBOX ISOLATION IS OFF: code written by agents runs with all the rights of this user (isolation='none')")
+            if self.hide:
+                log.warning("and it can read what was to be hidden from it: %s", ", ".join(map(str, self.hide)))
         elif self.isolation.reason:
             log.warning("the sandbox uses one bubblewrap per kernel, which starts slower: %s", self.isolation.reason)
         self._closing = False
@@ -170,7 +174,7 @@ class SandboxPool:
         self._server_lock = asyncio.Lock()
         self._filled = asyncio.Event()
         self._refilling: asyncio.Task[None] | None = None
-        self._server = ForkServer(self.isolation, self.limits, self.preload, self.sessions, self._folders.connections)
+        self._server = ForkServer(self.isolation, self.limits, self.preload, self.sessions, self._folders.connections, self.hide)
         await self._ensure_server()
         self._refill()
         self._patrol = asyncio.get_running_loop().create_task(self._walk())

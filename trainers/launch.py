@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from mappa_graph.errors import ConfigError, TrainerError
+from mappa_graph.errors import ConfigError, MappaError, TrainerError
 from mappa_graph.gateway.engine import Canary
 
 from .batch import Sample
@@ -192,11 +192,9 @@ class LeadTrainer(ReinforceTrainer):
                 yield
             except BaseException as error:
                 self._broken = True
-                if not isinstance(error, Exception):
-                    raise
+                if isinstance(error, MappaError) or not isinstance(error, Exception):
+                    raise  # this rank's own; what comes of another's failure is an error of torch's
                 cause = first_failure() or f"{type(error).__name__}: {error}"
-                if isinstance(error, TrainerError) and first_failure() is None:
-                    raise
                 raise TrainerError(
                     f"{cause} (while all ranks were to {command})", hint="where a rank ended without a word, its own output may say why"
                 ) from error

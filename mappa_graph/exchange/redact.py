@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..codec import encode
 from ..errors import ConfigError
-from .secrets import KEY_SIGNS, SECRET_FIELDS, card_spans, email_spans, ip_spans, key_spans, phone_spans
+from .secrets import SECRET_FIELDS, card_spans, email_spans, ip_spans, key_spans, phone_spans
 
 _IDS = frozenset({"id", "call_id", "transition_id", "tool_call_id", "parents", "sha256", "episode", "action", "version"})
 _RECORDS = frozenset(
@@ -31,6 +30,7 @@ _RECORDS = frozenset(
      "rejected", "error"}
 )  # fmt: skip
 """Fields whose content is still a record of ours, with ids of ours in it; anything else is the app's own data."""
+_MESSAGE_FIELDS = frozenset({"role", "content", "id", "type", "name", "arguments"})
 _NUMBERS = frozenset({int, float, bool})
 _CACHED, _CACHED_LENGTH = 4096, 4096
 _PATTERN_LENGTH = 1000
@@ -50,20 +50,18 @@ class Rule:
     sub: Sub
     in_ids: bool = False
     """Whether it also looks at ids that join records."""
-    signs: tuple[bytes, ...] = ()
-    """Parts, one of which is in every text that the rule finds something in, those in lower case in either case; () = look at all texts."""
 
 
 def _built_in() -> dict[str, Rule]:
-    finders: tuple[tuple[str, str, str, Callable[[str], list[tuple[int, int]]], bool, tuple[bytes, ...]], ...] = (
+    finders: tuple[tuple[str, str, str, Callable[[str], list[tuple[int, int]]], bool], ...] = (
         ("keys", "[KEY]", "API keys and tokens of known providers, JWTs, bearer tokens, private keys, passwords in URLs, assignments and "
-         "fields named for secrets", key_spans, True, KEY_SIGNS),
-        ("email", "[EMAIL]", "e-mail addresses", email_spans, True, (b"@",)),
-        ("phone", "[PHONE]", "phone numbers: +country code, North American, or after a word such as tel", phone_spans, False, ()),
-        ("card", "[CARD]", "payment card numbers of a known issuer that pass the Luhn check", card_spans, False, ()),
-        ("ip", "[IP]", "IPv4 and IPv6 addresses other than loopback", ip_spans, False, ()),
+         "fields named for secrets", key_spans, True),
+        ("email", "[EMAIL]", "e-mail addresses", email_spans, True),
+        ("phone", "[PHONE]", "phone numbers: +country code, North American, or after a word such as tel", phone_spans, False),
+        ("card", "[CARD]", "payment card numbers of a known issuer that pass the Luhn check", card_spans, False),
+        ("ip", "[IP]", "IPv4 and IPv6 addresses other than loopback", ip_spans, False),
     )  # fmt: skip
-    return {name: Rule(name, mark, what, _replacing(find, mark), in_ids, signs) for name, mark, what, find, in_ids, signs in finders}
+    return {name: Rule(name, mark, what, _replacing(find, mark), in_ids) for name, mark, what, find, in_ids in finders}
 
 
 def _replacing(find: Callable[[str], list[tuple[int, int]]], placeholder: str) -> Sub:
@@ -108,17 +106,12 @@ class Redactor:
         self.rules: tuple[Rule, ...] = tuple(chosen.values())
         self.patterns: dict[str, str] = dict(patterns or {})
         self._in_ids = tuple(rule for rule in self.rules if rule.in_ids)
-        signs = {sign for rule in self.rules for sign in rule.signs} if all(rule.signs for rule in self.rules) else set()
-        self._lower = tuple(sorted(sign for sign in signs if sign == sign.lower()))
-        self._signs = tuple(sorted(signs.difference(self._lower)))
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._cached = lru_cache(_CACHED)(self._sub)
 
     def __call__(self, record: Any) -> Any:
         """The record with all texts redacted: values, and names of fields in the app's own data. The record itself is left as it is."""
-        if self._lower and self._is_clean(record):
-            return record
         counts: Counter[str] = Counter()
         out: list[Any] = [record]
         # A stack instead of recursion: agents can nest data deeper than Python can recurse.
@@ -150,18 +143,6 @@ class Redactor:
             with self._lock:
                 self._counts.update(counts)
         return out[0]
-
-    def _is_clean(self, record: Any) -> bool:
-        """Whether no rule can find anything, told from the record's JSON at a fraction of the cost of looking at each text."""
-        try:
-            data = encode(record)
-        except RecursionError:
-            return False
-        for sign in self._signs:
-            if sign in data:
-                return False
-        data = data.lower()
-        return not any(sign in data for sign in self._lower)
 
     def text(self, text: str) -> str:
         """One redacted text."""
@@ -272,8 +253,8 @@ def _pattern_rule(name: str, pattern: str) -> Rule:
     return Rule(name, placeholder, "a pattern of the user's own", sub)
 
 
-def _secret(name: Any, value: Any) -> bool:
+def _secret(name: Any, value: str) -> bool:
     """Whether a field is named for a secret and holds one (not an empty text, a placeholder, or the schema of such a field)."""
-    if not isinstance(name, str) or not isinstance(value, str) or len(value) < 6 or value == RULES["keys"].placeholder:
+    if name in _MESSAGE_FIELDS or not isinstance(name, str) or name.lower().replace("-", "_") not in SECRET_FIELDS:
         return False
-    return name.lower().replace("-", "_") in SECRET_FIELDS
+    return len(value) >= 6 and value != RULES["keys"].placeholder

@@ -55,7 +55,15 @@ _KEYS: tuple[tuple[tuple[str, ...], re.Pattern[str]], ...] = tuple(
         (("eyJ",), r"(?<![\-_])eyJ[A-Za-z0-9_\-]{8,}+\.eyJ[A-Za-z0-9_\-]{8,}+\.[A-Za-z0-9_\-]*+"),
     )
 )  # fmt: skip
-_ANCHORED = tuple((anchor, pattern) for anchors, pattern in _KEYS for anchor in anchors)
+_MARKS = ("_", "-", ".", "=", ":", "A", "")
+
+
+def _marked(mark: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    return tuple((a, p) for anchors, p in _KEYS for a in anchors if next(m for m in _MARKS if m in a) == mark)
+
+
+_ANCHORED = tuple((mark, _marked(mark)) for mark in _MARKS)
+"""By a character that all of a group's literals have, and that many texts have not."""
 _SK = re.compile(_W + r"(?<![\-_])sk-[A-Za-z0-9_\-]{20,}+")
 _WORDS = re.compile(r"(?:[a-z]++|[A-Z]++|[A-Z]?[a-z]++|[0-9]{1,3})")
 _BEARER = re.compile(
@@ -82,19 +90,14 @@ SECRET_FIELDS = frozenset(
 """Names of fields whose text is a secret whatever it looks like; - and _ are the same."""
 
 
-KEY_SIGNS = tuple(
-    part.encode()
-    for part in (*(anchor for anchor, _ in _ANCHORED), *_ASSIGNED_ANCHORS, "authorization", "cookie", "bearer", "sk-", "://", "-----BEGIN ")
-)
-"""Every text that `key_spans` finds something in, and every field in `SECRET_FIELDS`, has one of these in it; words in either case."""
-
-
 def key_spans(text: str) -> Spans:
     """API keys, tokens, private keys and passwords."""
     found: Spans = []
-    for anchor, pattern in _ANCHORED:
-        if anchor in text:
-            found += (match.span() for match in pattern.finditer(text))
+    for mark, group in _ANCHORED:
+        if mark in text:
+            for anchor, pattern in group:
+                if anchor in text:
+                    found += (match.span() for match in pattern.finditer(text))
     if "sk-" in text:
         found += (match.span() for match in _SK.finditer(text) if not _is_words(match.group()))
     if "-----BEGIN " in text:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from ..codec import decode
 from ..errors import EngineError
 from .engine import Chunk, Passed, Request
 
@@ -47,31 +48,57 @@ def tokens(choice: Mapping[str, Any], request: Request) -> tuple[Sequence[int], 
 
 
 class Merger:
-    """Collects the choices of events that came together; `chunks` are what they say.
+    """Turns what came together into chunks, and knows what a whole stream has said so far.
 
     Pieces of one text are one chunk. Anything else (tool calls, an end, another index) begins a chunk of its own.
     """
 
     def __init__(self, request: Request) -> None:
+        self.prompt_ids: tuple[int, ...] | None = None
+        self.usage: Mapping[str, Any] | None = None
+        """The server's own count."""
+        self.error: Any = None
+        """What the server said instead of going on."""
+        self.tokens = 0
+        """Output tokens that came with a log-prob each."""
         self._request = request
-        self._runs: list[_Run] = []
         self._wanted = request.top_logprobs is not None
         # A plain completion's log-probs are an object of lists, with offsets: its pieces stay as they are.
         self._chat = request.prompt is None
+        self._seen: set[int] = set()
 
-    def add(self, choice: Mapping[str, Any], prompt_ids: tuple[int, ...] | None) -> None:
-        """Takes a choice of an event."""
-        finish = choice.get("finish_reason")
-        if finish is None and prompt_ids is None and self._chat and self._runs and self._runs[-1].take(choice, self._wanted):
-            return
+    def chunks(self, together: Sequence[bytes]) -> list[Chunk]:
+        """Events as they came. Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for what is no stream of completions."""
+        runs: list[_Run] = []
+        for data in together:
+            # One by one: what is decoded is let go at once, and a burst of events costs no more memory than one.
+            event = decode(data)
+            if "error" in event:
+                self.error = event["error"]
+                break
+            if "prompt_token_ids" in event and event["prompt_token_ids"] is not None:
+                self.prompt_ids = tuple(event["prompt_token_ids"])
+            self.usage = event.get("usage") or self.usage
+            for choice in event.get("choices") or ():
+                if not (runs and self._chat and runs[-1].take(choice, self._wanted)):
+                    runs.append(self._begin(choice))
+        chunks = [run.chunk(self._wanted) for run in runs]
+        for chunk in chunks:
+            self.tokens += len(chunk.token_ids)
+        return chunks
+
+    def _begin(self, choice: Mapping[str, Any]) -> _Run:
+        if choice.get("prompt_token_ids") is not None:
+            self.prompt_ids = tuple(choice["prompt_token_ids"])
+        index = choice["index"]
+        first = index not in self._seen
+        self._seen.add(index)
         told = choice.get("delta") or {} if self._chat else {"content": choice.get("text")}
         delta = {key: value for key, value in told.items() if key != "role" and value is not None}
         if delta.get("content") == "":
             del delta["content"]
-        self._runs.append(_Run(choice["index"], delta, prompt_ids, finish, *tokens(choice, self._request)))
-
-    def chunks(self) -> list[Chunk]:
-        return [run.chunk(self._wanted) for run in self._runs]
+        finish = choice.get("finish_reason")
+        return _Run(index, delta, self.prompt_ids if first else None, finish, *tokens(choice, self._request))
 
 
 class _Run:
@@ -96,27 +123,32 @@ class _Run:
         self.ids = list(ids)
         self.logprobs = list(logprobs)
         self.entries = entries
-        self.name = next(iter(delta), "content")
+        # Where there are several fields, or none that is a text, nothing is taken in.
+        self.name = next(iter(delta), "content") if len(delta) < 2 else ""
         self.parts = list(delta.values())
 
     def take(self, choice: Mapping[str, Any], wanted: bool) -> bool:
         """Takes more of the same text in, with its tokens; whether it was that."""
         delta = choice.get("delta")
-        if not delta or len(delta) != 1 or len(self.delta) > 1 or self.finish is not None or choice["index"] != self.index:
+        if not delta or len(delta) != 1 or choice["index"] != self.index or choice.get("finish_reason") is not None or self.finish:
             return False
         text = delta.get(self.name)
-        if not isinstance(text, str):
+        if type(text) is not str:
             return False
-        ids = choice.get("token_ids") or ()
-        entries = (choice.get("logprobs") or {}).get("content") or []
-        if len(ids) != len(entries):
+        told = choice.get("logprobs")
+        entries = told["content"] if told else ()
+        ids = choice.get("token_ids", ())
+        if not entries or not ids or len(ids) != len(entries):
             return False
         self.parts.append(text)
-        self.ids += ids
+        if len(ids) == 1:
+            self.ids.append(ids[0])
+            self.logprobs.append(entries[0]["logprob"])
+        else:
+            self.ids += ids
+            self.logprobs += [entry["logprob"] for entry in entries]
         if wanted:
             self.entries += entries
-        for entry in entries:
-            self.logprobs.append(entry["logprob"])
         return True
 
     def chunk(self, wanted: bool) -> Chunk:

@@ -125,44 +125,25 @@ class UpstreamEngine:
     async def stream(self, request: Request) -> AsyncIterator[Chunk]:
         client = self._running()
         body = encode(self._body(request, stream=True))
-        prompt_ids: tuple[int, ...] | None = None
-        seen: set[int] = set()
+        merger = Merger(request)
         ends: list[Chunk] = []
-        count = 0
-        counted: Mapping[str, Any] | None = None
         try:
             async with client.stream("POST", _path(request), body) as response:
                 if response.status != 200:
                     raise self._refused(_path(request), Reply(response.status, response.headers, await response.read()))
                 async for together in events(response):
-                    merger, failed = Merger(request), None
-                    for data in together:
-                        # One by one: what is decoded is let go at once, and a burst of events costs no more memory than one.
-                        event = decode(data)
-                        if "error" in event:
-                            failed = event["error"]
-                            break
-                        if event.get("prompt_token_ids") is not None:
-                            prompt_ids = tuple(event["prompt_token_ids"])
-                        counted = event.get("usage") or counted
-                        for choice in event.get("choices") or ():
-                            own = choice.get("prompt_token_ids")
-                            if own is not None:
-                                prompt_ids = tuple(own)
-                            merger.add(choice, None if choice["index"] in seen else prompt_ids)
-                            seen.add(choice["index"])
-                    for chunk in merger.chunks():
-                        count += len(chunk.token_ids)
+                    for chunk in merger.chunks(together):
                         if chunk.finish_reason is None:
                             yield chunk
                         else:
                             ends.append(chunk)
-                    if failed is not None:
-                        raise EngineError(f"{self.base_url} failed in a stream: {failed}")
+                    if merger.error is not None:
+                        raise EngineError(f"{self.base_url} failed in a stream: {merger.error}")
             # The last chunks wait for the server's own count, which comes right behind: only tokens that are all there are kept.
-            whole = prompt_ids is not None and (counted is None or counted.get("completion_tokens") == count)
+            counted = merger.usage
+            whole = merger.prompt_ids is not None and (counted is None or counted.get("completion_tokens") == merger.tokens)
             for chunk in ends:
-                yield replace(chunk, whole=whole)
+                yield chunk if whole else replace(chunk, whole=False)
             if counted is not None:
                 yield Chunk(0, usage=counted)
         except HttpError as error:

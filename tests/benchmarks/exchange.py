@@ -29,9 +29,7 @@ from typing import Any
 
 CALLS = 4
 STAGES = ("import", "coach", "export")
-WORDS = tuple(
-    "sum total order item price stock week plan table count ship parcel store note check list sold bought each more less".split(" ")
-)
+WORDS = ("sum", "total", "order", "item", "price", "stock", "week", "plan", "table", "count", "ship", "parcel", "store", "note", "sold")
 
 
 def main() -> None:

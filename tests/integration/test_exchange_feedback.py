@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -159,7 +160,8 @@ async def test_what_people_said_becomes_labels_and_what_models_and_we_said_does_
 
     # The labels are what `coach validate` reads.
     assert {id: label.score for id, label in read_labels(tmp_path / "labels.jsonl").items()} == {a: 10.0, b: 0.0, c: 8.75, d: 6.25}
-    said = CliRunner().invoke(commands, ["coach", "validate", str(tmp_path), "--labels", str(tmp_path / "labels.jsonl"), "--stored"])
+    words = ["coach", "validate", str(tmp_path), "--labels", str(tmp_path / "labels.jsonl"), "--stored"]
+    said = await asyncio.to_thread(CliRunner().invoke, commands, words)
     assert said.exit_code == 0, said.output
     assert "against labels   4 actions" in said.output
 

@@ -49,8 +49,7 @@ def server() -> Iterator[OpenAIServer]:
 
 async def traced(name: str, server: OpenAIServer) -> EpisodeTrace:
     mlflow.set_experiment(name)
-    live = await run_live(SHAPES[name.split("-")[0]](server))
-    return live
+    return await run_live(SHAPES[name.split("-")[0]](server))
 
 
 def stored(run: Path) -> list[EpisodeTrace]:

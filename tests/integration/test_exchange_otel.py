@@ -113,10 +113,10 @@ def test_an_app_of_another_framework_in_genai_names_has_nodes_by_its_agents(tmp_
         span(2, 1, "invoke_agent adder", 1001, 1006, gen_ai__operation__name="invoke_agent", gen_ai__agent__name="adder"),
         span(
             3, 2, "chat gpt", 1001.5, 1002, gen_ai__operation__name="chat", gen_ai__request__model="gpt", gen_ai__response__id="call-1",
-            **{"gen_ai__input__messages": asked, "gen_ai__output__messages": said},
+            gen_ai__input__messages=asked, gen_ai__output__messages=said,
         ),
         span(4, 2, "execute_tool add", 1003, 1004, gen_ai__operation__name="execute_tool", gen_ai__tool__name="add",
-             **{"gen_ai__tool__call__id": "c1", "gen_ai__tool__call__arguments": '{"a": 2, "b": 3}', "gen_ai__tool__call__result": "5"}),
+             gen_ai__tool__call__id="c1", gen_ai__tool__call__arguments='{"a": 2, "b": 3}', gen_ai__tool__call__result="5"),
         span(5, 1, "left", 1007, 1009, gen_ai__operation__name="invoke_agent"),
         span(6, 5, "chat gpt", 1007.1, 1008, gen_ai__operation__name="chat", gen_ai__output__messages=end),
         span(7, 1, "right", 1007, 1009, gen_ai__operation__name="invoke_agent"),

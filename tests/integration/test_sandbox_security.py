@@ -408,3 +408,18 @@ x = 5
         assert "ended the kernel" in box.preview_sync("exit.pkl").error
         assert "took more than" in box.preview_sync("stall.pkl", timeout_s=1).error
         assert box.run_sync("x").result == "5"
+
+
+async def test_a_hidden_folder_is_empty_inside_and_the_package_around_it_still_imports():
+    import sklearn
+
+    data = Path(sklearn.__file__).parent / "datasets" / "data"
+    assert any(data.iterdir())
+    async with SandboxPool(size=0, preload=(), hide=[data, "/nowhere/at/all"]) as pool, pool.session() as box:
+        done = await box.run(
+            "import os, sklearn.datasets\n"
+            f"print(os.listdir({str(data)!r}))\n"
+            "try:\n    sklearn.datasets.load_iris()\nexcept FileNotFoundError:\n    print('no iris')\n"
+            f"try:\n    open({str(data / 'x')!r}, 'w')\nexcept OSError:\n    print('not writable')\n"
+        )
+    assert done.error is None and done.stdout.splitlines() == ["[]", "no iris", "not writable"], done

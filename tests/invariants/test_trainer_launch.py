@@ -181,6 +181,18 @@ def test_what_a_launch_says_of_shards_is_heeded(environment):
     assert found.count == 2 and found.sharding == {"reshard_after_forward": False, "cpu_offload": False, "layers": ("LlamaDecoderLayer",)}
 
 
+def test_the_launchs_mixed_precision_becomes_the_trainers(environment, monkeypatch, base):
+    environment("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr(launch_module, "join", lambda: 0)
+    monkeypatch.setattr(launch_module, "LeadTrainer", lambda plan: plan)
+    plan = launch_module.make_trainer(models(base), TrainerSettings(lora={"rank": 2}))
+    assert plan.settings["dtype"] == "bfloat16" and TrainerSettings(**plan.settings).lora.rank == 2 and plan.sharding is None
+    monkeypatch.setattr(launch_module, "join", lambda: 1)
+    monkeypatch.setattr(launch_module.dist, "get_rank", lambda: 1)
+    with pytest.raises(TrainerError, match="rank 1 has no trainer of its own"):
+        launch_module.make_trainer(models(base))
+
+
 def test_one_process_needs_none_of_it(base):
     assert not launch_module.serves()
     with launch_module.make_trainer({"a": base}, TrainerSettings(beta=0.0)) as trainer:

@@ -39,10 +39,9 @@ def choice(delta: dict[str, Any], *ids: int, index: int = 0, finish: str | None 
 
 
 def merged(*choices: dict[str, Any], request: Request = CHAT, prompt_ids: tuple[int, ...] | None = None) -> list[Chunk]:
-    merger = Merger(request)
-    for i, one in enumerate(choices):
-        merger.add(one, prompt_ids if i == 0 else None)
-    return merger.chunks()
+    return Merger(request).chunks(
+        [encode({"choices": [one], **({"prompt_token_ids": prompt_ids} if i == 0 else {})}) for i, one in enumerate(choices)]
+    )
 
 
 def test_pieces_of_one_text_are_one_chunk_with_all_their_tokens() -> None:
@@ -66,6 +65,20 @@ def test_thinking_text_tool_calls_and_the_end_are_chunks_of_their_own() -> None:
     assert [c.delta for c in chunks] == [{"reasoning": "so far"}, {"content": "x"}, call, more, {"content": "y"}]
     assert [c.token_ids for c in chunks] == [(1, 2), (3,), (4,), (5,), (6,)]
     assert [c.finish_reason for c in chunks] == [None, None, None, None, "tool_calls"]
+
+
+def test_what_a_server_said_before_it_failed_is_given_out() -> None:
+    merger = Merger(CHAT)
+    chunks = merger.chunks([encode({"choices": [choice({"content": "a"}, 1)]}), b'{"error": {"message": "out of memory"}}', b"{}"])
+    assert [c.delta for c in chunks] == [{"content": "a"}] and merger.error == {"message": "out of memory"}
+
+
+def test_prompt_ids_come_with_the_first_chunk_of_each_index() -> None:
+    merger = Merger(CHAT)
+    first = merger.chunks([encode({"prompt_token_ids": [7, 8], "choices": [choice({"content": "a"}, 1), choice({"content": "b"}, 2, index=1)]})])
+    later = merger.chunks([encode({"choices": [choice({"content": "c"}, 3)], "usage": {"completion_tokens": 3}})])
+    assert [c.prompt_ids for c in first + later] == [(7, 8), (7, 8), None]
+    assert merger.tokens == 3 and merger.usage == {"completion_tokens": 3}
 
 
 def test_completions_of_one_request_are_not_mixed() -> None:

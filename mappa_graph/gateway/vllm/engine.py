@@ -342,9 +342,9 @@ class VllmEngine:
         limit = request.max_tokens
         if limit is not None and (most := server.capabilities.max_model_len):
             limit = min(limit, most)
-        there = {"policy": self._alias[request.policy], "version": self._there(request.version)}
         asked = request.top_logprobs if request.prompt is not None else asked_of_vllm(request.top_logprobs)
-        return replace(request, **there, max_tokens=limit, top_logprobs=asked)
+        alias, version = self._alias[request.policy], self._there(request.version)
+        return replace(request, policy=alias, version=version, max_tokens=limit, top_logprobs=asked)
 
     def _make_servers(self) -> dict[str, Server]:
         self._folder.mkdir(parents=True, exist_ok=True)

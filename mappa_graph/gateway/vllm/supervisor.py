@@ -183,11 +183,11 @@ class Server:
             return False
         process = self.process
         for _ in range(20):
-            if process is None or process is not self.process or process.exited.is_set() or not self._ready.is_set():
+            if process is None or process is not self.process or not self._ready.is_set():
                 return True
-            if await self.control.healthy(2.0) is False:
+            if process.exited.is_set() or await self.control.healthy(2.0) is False:
                 if process is self.process:
-                    self._suspect.set()
+                    self.broken()
                 return True
             if not unreachable:
                 return False
