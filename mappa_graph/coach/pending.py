@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from ..errors import CoachError, ConfigError
@@ -19,6 +20,8 @@ from .case import case_for, transition_case
 
 When = Literal["completed", "generated", "episode"]
 Unit = Literal["action", "transition"]
+
+_MOST_CAUSES = 100
 
 
 class Store(Protocol):
@@ -131,6 +134,9 @@ async def score_pending(
             return case_for(trace, ids[0], team, hindsight=hindsight, **options)
         return attempt_case(trace, ids, team, hindsight=hindsight, **options)
 
+    def early(trace: EpisodeTrace, ids: Sequence[str]) -> Case:
+        return as_generated(case_of(trace, ids))
+
     def keep(trace: EpisodeTrace, action_ids: Sequence[str], verdict: Verdict) -> None:
         for action_id in action_ids:
             old = trace.verdicts.get(action_id)
@@ -143,16 +149,21 @@ async def score_pending(
             for _ in action_ids:
                 watch.add(verdict)
 
-    async def one(trace: EpisodeTrace, action_ids: Sequence[str], case: Case) -> None:
+    async def one(trace: EpisodeTrace, action_ids: Sequence[str], make: Callable[[], Case]) -> None:
+        # A case holds all steps before it, so those of a long episode must not all wait in memory.
         async with slots:
-            keep(trace, action_ids, await _asked(coach, case))
+            keep(trace, action_ids, await _asked(coach, make()))
 
     async def whole(trace: EpisodeTrace, wanted: Sequence[str]) -> None:
         async with slots:
             groups = attempts(trace) if unit == "transition" else [[action.id] for action in _in_order(trace)]
-            cases = [([i for i in ids if i in wanted], case_of(trace, ids, hindsight=True)) for ids in groups]
+            due = set(wanted)
             if getattr(coach, "score_episode", None) is None:
-                cases = [(ids, case) for ids, case in cases if ids]
+                for group in groups:
+                    if ids := [i for i in group if i in due]:
+                        keep(trace, ids, await _asked(coach, case_of(trace, group, hindsight=True)))
+                return
+            cases = [([i for i in ids if i in due], case_of(trace, ids, hindsight=True)) for ids in groups]
             try:
                 found = await score_episode(coach, [case for _, case in cases])
             except CoachError as error:
@@ -165,7 +176,7 @@ async def score_pending(
         jobs = []
         for trace in batch:
             for transition in unmarked(trace, again=again) if nodes else ():
-                jobs.append(one(trace, [transition], transition_case(trace, transition, team, **options)))
+                jobs.append(one(trace, [transition], partial(transition_case, trace, transition, team, **options)))
             wanted = pending_actions(trace, again=again)
             if not wanted:
                 continue
@@ -177,11 +188,10 @@ async def score_pending(
                 for ids in attempts(trace):
                     due = [i for i in ids if i in wanted]
                     if due:
-                        jobs.append(one(trace, due, case_of(trace, ids)))
+                        jobs.append(one(trace, due, partial(case_of, trace, ids)))
             else:
-                for action_id in wanted:
-                    case = case_of(trace, [action_id])
-                    jobs.append(one(trace, [action_id], as_generated(case) if when == "generated" else case))
+                made = case_of if when == "completed" else early
+                jobs += [one(trace, [action_id], partial(made, trace, [action_id])) for action_id in wanted]
         await _together(jobs)
     return totals.result()
 
@@ -253,6 +263,8 @@ class _Totals:
         if verdict.score is None:
             self.unscored += actions
             cause = verdict.error or "no cause given"
+            if cause not in self.causes and len(self.causes) >= _MOST_CAUSES:
+                cause = "other causes"  # a cause may name its action: there could be as many as actions
             self.causes[cause] = self.causes.get(cause, 0) + actions
         else:
             self.scored += actions
@@ -284,10 +296,11 @@ async def _together(jobs: Sequence[Any]) -> None:
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         await asyncio.gather(*tasks)
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _batches(traces: Iterable[EpisodeTrace], size: int) -> Iterator[list[EpisodeTrace]]:

@@ -65,7 +65,9 @@ def export(
     ] = None,
     heldout: Annotated[float, typer.Option(help="Share of tasks whose rows go to NAME-heldout.", rich_help_panel=_ROWS)] = 0.0,
     salt: Annotated[str, typer.Option(help="Another text, another choice of held-out tasks.", rich_help_panel=_ROWS)] = "",
-    thinking: Annotated[Literal["keep", "strip"], typer.Option(help="<think> blocks in completions.", rich_help_panel=_ROWS)] = "keep",
+    thinking: Annotated[
+        Literal["keep", "strip"], typer.Option(help="Whether thinking stays in completions.", rich_help_panel=_ROWS)
+    ] = "keep",
     text: Annotated[bool, typer.Option("--text", help="Plain texts instead of messages.", rich_help_panel=_ROWS)] = False,
     tokenizer: Annotated[
         str | None, typer.Option(help="Texts, as this model's chat template prints them: a folder or a name.", rich_help_panel=_ROWS)

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-_FROM = {"Imported": "importer", "Importer": "importer", "import_traces": "importer", "write_back": "writeback"}
+_FROM = {
+    "Imported": "importer",
+    "Importer": "importer",
+    "import_traces": "importer",
+    "write_back": "writeback",
+    "export_traces": "export",
+    "Filters": "filters",
+    "Redactor": "redact",
+    "redactor": "redact",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +29,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Imported", "Importer", "import_traces", "write_back"]
+__all__ = ["Filters", "Imported", "Importer", "Redactor", "export_traces", "import_traces", "redactor", "write_back"]

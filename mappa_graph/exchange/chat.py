@@ -15,7 +15,7 @@ from typing import Any
 from ..codec import encode
 from .importer import SourceTrace
 from .messages import fields_of
-from .spans import Notes, seconds
+from .spans import Notes, name_of, seconds
 
 _STEP_S = 1e-3
 _IDS = ("id", "trace_id", "conversation_id", "chat_id", "session_id", "uuid")
@@ -34,7 +34,7 @@ def is_chat(row: Mapping[str, Any]) -> bool:
 def trace_of(row: Mapping[str, Any], agent: str | None, notes: Notes) -> SourceTrace | None:
     """A chat as a trace; None, and counted, where nobody answers in it."""
     messages = _messages(row)
-    id = next((str(row[k]) for k in _IDS if row.get(k)), None) or _own_id(row)
+    id = next((name_of(row[k]) for k in _IDS if row.get(k)), None) or _own_id(row)
     if not messages:
         notes.add("chat without messages", id)
         return None
@@ -52,7 +52,7 @@ def trace_of(row: Mapping[str, Any], agent: str | None, notes: Notes) -> SourceT
         {
             "id": root,
             "trace_id": id,
-            "name": str(who or "chat"),
+            "name": name_of(who or "chat"),
             "kind": "chain",
             "start": start,
             "inputs": {"messages": messages},
@@ -65,10 +65,11 @@ def trace_of(row: Mapping[str, Any], agent: str | None, notes: Notes) -> SourceT
         at += _STEP_S
         if role == "assistant":
             name = fields.get("agent") or row.get("agent") or fields.get("name") or agent
-            about = {} if name is None else {"mappa_agent": str(name)}
+            about = {} if name is None else {"mappa_agent": name_of(name)}
             last = {
-                "id": f"{id}:{place}", "trace_id": id, "parent_id": root, "name": "chat", "kind": "llm", "start": at, "end": at + _STEP_S / 2,
-                "inputs": messages[:place], "outputs": {"choices": [{"message": fields, "finish_reason": fields.get("finish_reason")}]},
+                "id": f"{id}:{place}", "trace_id": id, "parent_id": root, "name": "chat", "kind": "llm", "start": at,
+                "end": at + _STEP_S / 2, "inputs": messages[:place],
+                "outputs": {"choices": [{"message": fields, "finish_reason": fields.get("finish_reason")}]},
                 "metadata": about, "params": {"model": fields.get("model") or model or name or ""},
             }  # fmt: skip
             spans.append(last)

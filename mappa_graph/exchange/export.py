@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +35,8 @@ from .rows import Row, Rows
 Progress = Callable[[str, int, int], Any]
 """`(stage, done, total)`; stages: read, pair, write."""
 _COMMIT_EVERY = 500
+_OWN = frozenset({"files", "load", "version", "columns", "redaction"})
+"""Parts of a data card that no record has a say in; a user's pattern must not spoil a check sum."""
 
 
 class Store(Protocol):
@@ -83,7 +86,7 @@ def export(
     Args:
         store: a `TraceStore`.
         format: sft (prompt and completion), messages, dpo, kto, reward (preferences), or rl (tokens, log-probs, returns).
-        out: the file, or for datasets the folder. Held-out tasks go to `NAME-heldout` beside it, the card to `NAME.card.json` and `.md`.
+        out: the file, or for datasets the folder. Held-out tasks go to `NAME-heldout` beside it, the card to `out.card.json` and `.md`.
         kind: jsonl, parquet or datasets; None goes by the ending of `out`.
         redactor: what to take out; None takes out keys. Keys are taken out in any case.
         samples: needed for rl, and for it only: `functools.partial(trainers.batch.samples_from_trace, gamma=0.5)`.
@@ -95,6 +98,10 @@ def export(
     Raises `ConfigError` for options that can't take effect, and where nothing is left to export (with what was left out, and why).
     """
     return _Export(store, format, Path(out), kind, filters, options, redactor, samples, render, force, resume, progress).run()
+
+
+export_traces = export
+"""The name that `mappa_graph.exchange` gives it, where `export` is this module."""
 
 
 class _Export:
@@ -133,12 +140,9 @@ class _Export:
         self.maker = Maker(format, self.filters, self.options, self.redactor, samples, render)
         if self.kind != "jsonl":
             writers.arrow()
-        base = out.name.removesuffix(out.suffix) if self.kind != "datasets" else out.name
-        self.base = base
-        self.card_path = out.with_name(f"{base}.card.json")
-        for path in self._files([TRAIN, HELDOUT]).values():
-            if path.exists() and not self.card_path.exists() and not force:
-                raise ConfigError(f"{path} exists, and no export wrote it", hint="give another path, or overwrite it: --force")
+        self.card_path = out.with_name(f"{out.name}.card.json")
+        for path in [out] if self.kind == "datasets" else self._files([TRAIN, HELDOUT]).values():
+            writers.check_place(path, self.kind, ours=self.card_path.exists(), force=force)
         self.columns = dict(COLUMNS[format])
         if render is not None:
             if format == "messages":
@@ -146,9 +150,12 @@ class _Export:
             self.columns = {k: "text" if v == "messages" else v for k, v in self.columns.items() if k != "tools"}
 
     def run(self) -> Exported:
-        self.out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"can't make the folder {self.out.parent}: {error.strerror or error}", hint="give another path") from error
         before = self.redactor.counts
-        self.rows = rows = Rows(self.out.with_name(f".{self.base}.work"), self._fingerprint(), resume=self.resume)
+        self.rows = rows = Rows(self.out.with_name(f".{self.out.name}.work"), self._fingerprint(), resume=self.resume)
         remove = True
         try:
             self.counts = counts = rows.counts
@@ -217,7 +224,7 @@ class _Export:
     def _source(self, head: Episode, trace: EpisodeTrace) -> None:
         counts = self.counts
         for name, values in (("environments", [head.environment]), ("policies", [a.policy for a in trace.actions])):
-            counts[name] = sorted({*counts.get(name, ()), *filter(None, values)})
+            counts[name] = sorted({*counts.get(name, ()), *(_cleaned(value, self.redactor) for value in set(filter(None, values)))})
         if head.started:
             counts["first"] = min(counts.get("first", head.started), head.started)
             counts["last"] = max(counts.get("last", head.started), head.started)
@@ -245,7 +252,7 @@ class _Export:
         """Where each side's rows lie; a `datasets` folder holds both."""
         if self.kind == "datasets":
             return {side: self.out / side if HELDOUT in sides and self.options.heldout else self.out for side in sides}
-        return {side: self.out if side == TRAIN else self.out.with_name(f"{self.base}-{side}{self.out.suffix}") for side in sides}
+        return {side: self.out if side == TRAIN else self.out.with_name(f"{self.out.stem}-{side}{self.out.suffix}") for side in sides}
 
     def _write(self) -> Exported:
         dropped = Counter[str]()
@@ -315,7 +322,7 @@ class _Export:
             del chosen["thinking"]
         names = {side: path.relative_to(self.out.parent).as_posix() for side, path in files.items()}
         card = {
-            "title": f"Data card of {self.base}", "format": self.format, "kind": self.kind, "version": version("mappa-graph"),
+            "title": f"Data card of {self.out.name}", "format": self.format, "kind": self.kind, "version": version("mappa-graph"),
             "licence": cards.LICENCE, "files": listed, "load": cards.load_line(self.kind, names, self.out.name),
             "rows": {side: sizes[side] for side in files},
             "columns": [{"name": name, "type": kind, "meaning": formats.MEANING.get(name, "")} for name, kind in self.columns.items()],
@@ -325,6 +332,7 @@ class _Export:
             "text_only": dict(sorted(counts["text_only"].items())),
             "redaction": [{**rule, "found": counts["redacted"].get(rule["rule"], 0)} for rule in self.redactor.describe()],
         }  # fmt: skip
+        card = {name: part if name in _OWN else _cleaned(part, self.redactor) for name, part in card.items()}
         self._forget(listed)
         for path, page in (
             (self.card_path, json.dumps(card, indent=2, ensure_ascii=False) + "\n"),
@@ -341,7 +349,7 @@ class _Export:
             old = json.loads(self.card_path.read_text(encoding="utf-8"))["files"]
         except (OSError, ValueError, KeyError):
             return
-        held = self.out.with_name(f"{self.base}-{HELDOUT}{self.out.suffix}")
+        held = self.out.with_name(f"{self.out.stem}-{HELDOUT}{self.out.suffix}")
         if any(file.get("name") == held.name for file in old) and all(file["name"] != held.name for file in listed):
             held.unlink(missing_ok=True)
 
@@ -352,7 +360,18 @@ class _Export:
             "redaction": self.redactor.describe(), "samples": _named(self.samples), "render": _named(self.render),
             "version": version("mappa-graph"), "store": _signature(self.store.path),
         }  # fmt: skip
+        if any("<" in str(told[name]) for name in ("samples", "render")):
+            told["once"] = os.urandom(8).hex()  # a lambda: whether it is the same one next time can't be told
         return hashlib.sha256(encode(told)).hexdigest()
+
+
+def _cleaned(value: Any, redactor: Redactor) -> Any:
+    """The texts of a part of the card, redacted and fit for UTF-8; names of agents in it were cleaned as they were counted."""
+    if isinstance(value, str):
+        return formats.holdable(redactor.text(value))
+    if isinstance(value, Mapping):
+        return {name: _cleaned(part, redactor) for name, part in value.items()}
+    return [_cleaned(part, redactor) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _named(function: Any) -> str | None:

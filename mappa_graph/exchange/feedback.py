@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import StoreError
 from ..record import EpisodeTrace
 from .ledger import Ledger, Rated
-from .spans import Notes, Span, walk
+from .spans import Notes, Span, name_of, walk
 
 OURS = "mappa-graph"
 """The mark in the source information of feedback that this package wrote: never read back as a person's."""
@@ -35,8 +35,13 @@ def as_number(feedback: Mapping[str, Any]) -> float | None:
     for raw in (feedback.get("score"), feedback.get("value")):
         if isinstance(raw, bool):
             return float(raw)
-        if isinstance(raw, int | float) and math.isfinite(raw):
-            return float(raw)
+        if isinstance(raw, int | float):
+            try:
+                number = float(raw)
+            except OverflowError:
+                continue
+            if math.isfinite(number):
+                return number
         if isinstance(raw, str):
             if raw.strip().lower() in _WORDS:
                 return _WORDS[raw.strip().lower()]
@@ -65,19 +70,19 @@ def rated(root: Span, trace: EpisodeTrace, notes: Notes) -> list[Rated]:
                 notes.counts["feedback on a step of no one action (labels none)"] += 1
                 continue
             action = within[0]
-            key = str(one.get("key") or "feedback")
+            key = name_of(one.get("key") or "feedback")
             value = one.get("value")
             out.append(
                 Rated(
                     action.id,
-                    str(one.get("id") or f"{span.id}/{key}"),
+                    name_of(one.get("id") or f"{span.id}/{key}"),
                     trace.episode.id,
                     action.agent,
                     key,
                     as_number(one),
-                    None if value is None else str(value)[:2000],
-                    None if one.get("comment") is None else str(one["comment"])[:4000],
-                    source,
+                    None if value is None else name_of(value)[:2000],
+                    None if one.get("comment") is None else name_of(one["comment"])[:4000],
+                    name_of(source),
                 )
             )
     return out

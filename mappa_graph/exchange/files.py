@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ..codec import decode
-from ..errors import ConfigError
+from ..errors import ConfigError, MappaError
 from . import chat, langsmith, otel
 from .importer import SourceTrace
-from .spans import Notes
-from .spool import Spool
+from .spans import Notes, name_of, seconds
+from .spool import SORTING, Spool
 
 FORMATS = ("chat", "langsmith", "otel", "spans")
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet")
@@ -30,6 +30,8 @@ _CHECKED = 4096
 
 Placed = tuple[Mapping[str, Any], int]
 """A row, and the place in its file where it begins."""
+Item = tuple[str, Mapping[str, Any] | SourceTrace, int, int]
+"""A trace's id, a span of it or, for a chat, the whole of it, and the file and place where it begins."""
 
 
 class FileSource:
@@ -51,119 +53,134 @@ class FileSource:
         self._folder = folder
         self._agent = agent
         self.name = f"file:{self.path.absolute()}"
+        self.known: Callable[[str], bool] | None = None
+        """Whether a trace is stored already; set by the importer."""
+        self.redact: Callable[[Any], Any] | None = None
+        """What spans go through before they are put down on disk; set by the importer."""
 
     def traces(self, cursor: Any, notes: Notes) -> Iterator[SourceTrace]:
-        first, place = 0, 0
+        first, place, resumed = 0, 0, False
         if isinstance(cursor, Mapping) and cursor.get("files") == len(self._files):
-            first = min(int(cursor.get("file", 0)), len(self._files) - 1)
-            place = int(cursor.get("at", 0)) if cursor.get("mark") == _mark(self._files[first], int(cursor.get("at", 0))) else 0
+            number, at = min(int(cursor.get("file", 0)), len(self._files) - 1), int(cursor.get("at", 0))
+            if cursor.get("mark") == _mark(self._files[number], at):
+                first, place, resumed = number, at, bool(number or at)
+        items = self._items(first, place, notes)
+        looked = list(islice(items, _LOOKED_AT))
+        if _mixed(looked):
+            yield from self._sorted(self._items(0, 0, Notes()) if resumed else chain(looked, items))
+        else:
+            yield from self._streamed(chain(looked, items), resumed and not (cursor or {}).get("torn"), resumed)
+
+    def _items(self, first: int, place: int, notes: Notes) -> Iterator[Item]:
+        """The chats and spans of all files from a place on."""
         for number in range(first, len(self._files)):
             path = self._files[number]
+            rows = read_rows(path, place if number == first else 0, notes)
+            head = next(rows, None)
+            if head is None:
+                if not place:
+                    notes.add("file without a row", path.name)
+                continue
+            format = self._format or format_of(head[0])
+            if format is None:
+                raise ConfigError(
+                    f"can't tell what {path} holds: its first row has the keys {', '.join(map(str, list(head[0])[:8]))}",
+                    hint=f"say it: --format {' | '.join(FORMATS)}",
+                )
+            for row, at in chain((head,), rows):
+                for id, item in self._read(format, row, f"{path.name}, byte {at}", notes):
+                    yield id, item, number, at
 
-            def where(at: int, number: int = number, path: Path = path) -> Any:
-                return {"files": len(self._files), "file": number, "at": at, "mark": _mark(path, at)}
-
-            yield from self._file(path, place if number == first else 0, where, notes)
-
-    def _file(self, path: Path, place: int, where: Callable[[int], Any], notes: Notes) -> Iterator[SourceTrace]:
-        rows = read_rows(path, place, notes)
-        head = list(islice(rows, 1))
-        if not head:
-            if not place:
-                notes.add("file without a row", path.name)
-            return
-        format = self._format or format_of(head[0][0])
-        if format is None:
-            raise ConfigError(
-                f"can't tell what {path} holds: its first row has the keys {', '.join(map(str, list(head[0][0])[:8]))}",
-                hint=f"say it: --format {' | '.join(FORMATS)}",
-            )
-        rows = chain(head, rows)
-        if format == "chat":
-            for row, at in rows:
+    def _read(self, format: str, row: Mapping[str, Any], where: str, notes: Notes) -> list[tuple[str, Mapping[str, Any] | SourceTrace]]:
+        """What a row holds; nothing, and counted, where reading it fails: one row must not end the import of a million."""
+        try:
+            if format == "chat":
                 trace = chat.trace_of(row, self._agent, notes)
-                if trace is not None:
-                    trace.cursor = where(at)
-                    yield trace
-            return
-        spans = _spans(format, rows)
-        looked = list(islice(spans, _LOOKED_AT))
-        spans = chain(looked, spans)
-        if _mixed(looked):
-            yield from self._sorted(spans)
-        else:
-            yield from self._streamed(path, format, spans, where, notes)
+                return [] if trace is None else [(trace.id, trace)]
+            if format == "spans":
+                return [(name_of(row.get("trace_id")), row)]
+            spans = (langsmith.rows_to_spans if format == "langsmith" else otel.rows_to_spans)((row,))
+            return [(name_of(span.get("trace_id")), span) for span in spans]
+        except MappaError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever a hostile row made of it
+            notes.add(f"row that can't be read: {type(error).__name__}", where)
+            return []
 
-    def _streamed(
-        self, path: Path, format: str, spans: Iterator[Placed], where: Callable[[int], Any], notes: Notes
-    ) -> Iterator[SourceTrace]:
-        """Traces that lie together, as they come; those that turn out to be in pieces are put together at the end."""
+    def _cursor(self, number: int, at: int, torn: bool = False) -> Callable[[], Any]:
+        return lambda: {"files": len(self._files), "file": number, "at": at, "mark": _mark(self._files[number], at), "torn": torn}
+
+    def _streamed(self, items: Iterable[Item], whole_first: bool, resumed: bool) -> Iterator[SourceTrace]:
+        """Traces that lie together, as they come; those that turn out to be in pieces are put together at the end.
+
+        A piece is known by its trace having been closed before, here or by the import that this one goes on with. While there are pieces,
+        the cursor stays where the first was found, so that a killed import finds them again.
+        """
         closed: set[int] = set()
         torn: set[str] = set()
         held: list[Mapping[str, Any]] = []
-        trace, began = "", 0
-        for span, at in spans:
-            id = str(span.get("trace_id"))
+        trace, began = "", (0, 0)
+        hold: tuple[int, int] | None = None
+        for id, item, number, at in items:
+            if isinstance(item, SourceTrace):
+                item.cursor = self._cursor(number, at)
+                yield item
+                continue
             if held and id != trace:
                 closed.add(hash(trace))
                 if trace not in torn:
-                    yield _made(trace, held, where(began))
+                    yield _made(trace, held, self._cursor(*(hold or began), hold is not None))
                 held = []
             if not held:
-                trace, began = id, at
-                if hash(id) in closed:
+                trace, began = id, (number, at)
+                if hash(id) in closed or (resumed and not whole_first and self.known is not None and self.known(id)):
                     torn.add(id)
-            held.append(span)
+                    hold = hold or began
+                whole_first = False
+            held.append(item)
         if held and trace not in torn:
-            yield _made(trace, held, where(began))
+            yield _made(trace, held, self._cursor(*(hold or began), hold is not None))
         if torn:
-            again = _spans(format, read_rows(path, 0, Notes()))
-            yield from self._sorted(s for s in again if str(s[0].get("trace_id")) in torn)
+            yield from self._sorted(i for i in self._items(0, 0, Notes()) if i[0] in torn)
 
-    def _sorted(self, spans: Iterable[Placed]) -> Iterator[SourceTrace]:
-        mark = hashlib.sha256(self.name.encode()).hexdigest()[:12]
-        path = self._folder / f"import-{mark}.spool"
+    def _sorted(self, items: Iterable[Item]) -> Iterator[SourceTrace]:
+        mark = hashlib.sha256(self.name.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+        path = self._folder / f"{SORTING}{mark}.spool"
         Spool(path).close(delete=True)
-        spool = Spool(path)
+        spool = Spool(path, self.redact)
         try:
-            batch: list[tuple[str, str, Mapping[str, Any]]] = []
-            for number, (span, _) in enumerate(spans):
-                batch.append((str(span.get("trace_id")), str(span.get("id") or f"#{number}"), span))
+            batch: list[tuple[str, str, float, Mapping[str, Any]]] = []
+            for place, (trace, item, _, _) in enumerate(items):
+                if isinstance(item, SourceTrace):
+                    yield item
+                    continue
+                batch.append((name_of(trace), name_of(item.get("id") or f"#{place}"), seconds(item.get("start")) or 0.0, item))
                 if len(batch) >= 1000:
                     spool.add(batch)
                     batch = []
             spool.add(batch)
-            for _, trace, found in spool.traces():
+            for trace, found in spool.traces():
                 yield _made(trace, found, None)
         finally:
             spool.close(delete=True)
 
 
 def _made(trace: str, spans: Sequence[Mapping[str, Any]], cursor: Any) -> SourceTrace:
-    session = next((str(s["session"]) for s in spans if s.get("session")), None)
+    session = next((name_of(s["session"]) for s in spans if s.get("session")), None)
     return SourceTrace(trace, spans, cursor, session)
 
 
-def _mixed(spans: Iterable[Placed]) -> bool:
+def _mixed(items: Iterable[Item]) -> bool:
     seen: set[str] = set()
     last = None
-    for span, _ in spans:
-        trace = str(span.get("trace_id"))
+    for trace, item, _, _ in items:
+        if isinstance(item, SourceTrace):
+            continue
         if trace != last and trace in seen:
             return True
         seen.add(trace)
         last = trace
     return False
-
-
-def _spans(format: str, rows: Iterable[Placed]) -> Iterator[Placed]:
-    for row, at in rows:
-        if format == "spans":
-            yield row, at
-            continue
-        read = langsmith.rows_to_spans if format == "langsmith" else otel.rows_to_spans
-        for span in read((row,)):
-            yield span, at
 
 
 def format_of(row: Mapping[str, Any]) -> str | None:

@@ -53,6 +53,18 @@ COLUMNS: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 """Columns by format, each with its kind: text, int, float, bool, ints, floats, messages. With `render`, messages are text."""
 MEANING = {
+    "prompt": "what the agent saw",
+    "completion": "what the agent said, tool calls included",
+    "messages": "what the agent saw, and last what it said",
+    "text": "what the agent saw, and last what it said",
+    "chosen": "the better of two answers to the prompt",
+    "rejected": "the worse of two answers to the prompt",
+    "label": "whether the completion is a good one",
+    "prompt_ids": "token ids that the engine was given",
+    "completion_ids": "token ids that the engine sampled",
+    "policy": "the model that acted, and in `version` which of its weights",
+    "action": "id of the action, the same as that of its LangSmith run",
+    "truncated": "whether the completion was cut off at the length limit",
     "margin": "chosen less rejected score, divided by 10; 0 where the chosen text is a coach's proposal, which has no score",
     "return": "discounted mean of this action's score and of those that followed from it, 0..1",
     "advantage": "return less the mean over the file's tokens, divided by their standard deviation or its floor; without any KL term",

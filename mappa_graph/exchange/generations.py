@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .messages import fields_of
-from .spans import Span
+from .spans import Span, name_of
 
 _MAX_VISITED = 20_000
 
@@ -104,36 +104,34 @@ def _finish(info: Any) -> str | None:
 
 
 def _id(value: Any) -> str | None:
-    return None if value is None or value == "" else str(value)
+    return None if value is None or value == "" else name_of(value)
 
 
 def fill(spans: Sequence[Span], lost: Counter[str]) -> None:
     """Gives model calls whose message has no id the whole message that a step around them returned."""
-    bare = [s for s in spans if s.kind == "llm" and s.error is None and _is_bare(s)]
+    models = [s for s in spans if s.kind == "llm" and s.error is None]
+    for span in models:
+        span.said = generations(span.outputs)
+    bare = [s for s in models if s.said and all(o.response_id is None and o.fields is not None and not o.fields.get("id") for o in s.said)]
     if not bare:
         return
     held: dict[str, list[Mapping[str, Any]]] = {}
     used: set[int] = set()
     # The last call first: of equal answers in one step, the last one is what the step returned.
     for span in reversed(bare):
-        said = [s for s in generations(span.outputs) if s.fields is not None]
+        said: list[Said] = span.said
         above = span.parent
-        while above is not None and said:
+        while above is not None:
             if above.id not in held:
                 held[above.id] = list(_assistants(above.outputs))
             match = next((m for m in held[above.id] if id(m) not in used and _alike(m, said[0].fields or {})), None)
             if match is not None and len(said) == 1:
                 used.add(id(match))
-                span.outputs = {"generations": [[{"text": said[0].text, "message": {"type": "ai", "data": {**match, "name": None}}}]]}
+                span.said = [_of({**match, "name": None}, {}, {})]
                 lost["message id (found again in the node's output)"] += 1
             if held[above.id]:
                 break  # what encloses that step holds the messages of other steps too
             above = above.parent
-
-
-def _is_bare(span: Span) -> bool:
-    said = generations(span.outputs)
-    return bool(said) and all(s.response_id is None and s.fields is not None and not s.fields.get("id") for s in said)
 
 
 def _assistants(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -22,14 +22,16 @@ from typing import Any, Protocol
 from ..agent import Agent
 from ..capture.structure import Structure
 from ..capture.team import Team
-from ..errors import ConfigError
+from ..errors import ConfigError, StoreError
 from ..record import Action, EpisodeTrace, Outcome
 from ..store import TraceStore
 from .feedback import rated, write_labels
 from .ledger import Ledger, Rated
 from .messages import fields_of
-from .replay import replay
-from .spans import ImportProblem, Notes, Span, tree, walk
+from .names import Names, digest_of, named
+from .replay import replay, resumes
+from .spans import ImportProblem, Notes, Span, name_of, tree, walk
+from .spool import sweep
 
 BATCH = 64
 _CALLS_REMEMBERED = 20_000
@@ -44,7 +46,7 @@ class SourceTrace:
     """Of the episode: the source's own id of the trace."""
     spans: Sequence[Mapping[str, Any]]
     cursor: Any = None
-    """Where the source goes on after this trace; JSON, None where it has no such place."""
+    """Where the source goes on from after this trace: JSON, or a function that gives it; None where it has no such place."""
     session: str | None = None
     """The project or experiment that feedback on the trace goes to."""
 
@@ -138,6 +140,7 @@ class Importer:
         self._environment = environment
         self._split = split
         self._redact = redact
+        self._names = Names(redact)
         self._structure = Structure(graph)
         self._outcome_key = outcome_key
         self._scales = dict(scales or {})
@@ -178,20 +181,27 @@ class Importer:
         cursor = None if again else self.ledger.cursor(source.name)
         batch: list[tuple[SourceTrace, EpisodeTrace, list[Rated], str, bool]] = []
         seen: dict[str, str] = {}
+        last: Any = None
+        if hasattr(source, "known"):
+            source.known = lambda id: (known := self.ledger.known(self._names.id(id))) is not None and known.done
+        if hasattr(source, "redact"):
+            source.redact = self._redact
+        sweep(self.run)
         try:
             for given in source.traces(cursor, notes):
                 self._one(given, team, notes, done, batch, seen, source.name)
                 if len(batch) >= BATCH:
-                    self._keep(batch, source.name, given.cursor, done)
+                    self._keep(batch, source.name, _place(given.cursor), done, notes)
                     seen.clear()
                     done.seconds = time.perf_counter() - began
                     if progress is not None:
                         progress(done)
                 elif not batch and given.cursor is not None and (done.known + done.live + done.empty) % 512 == 0:
-                    self.ledger.put_cursor(source.name, given.cursor)
+                    self.ledger.put_cursor(source.name, _place(given.cursor))
                     if progress is not None:
                         progress(done)
-            self._keep(batch, source.name, None, done)
+                last = given.cursor if given.cursor is not None else last
+            self._keep(batch, source.name, _place(last), done, notes)
         finally:
             done.agents.update(team.acted)
             done.unknown.update(team.unknown)
@@ -207,24 +217,33 @@ class Importer:
     def _one(
         self, given: SourceTrace, team: Team, notes: Notes, done: Imported, batch: list[Any], seen: dict[str, str], source: str
     ) -> None:
-        digest = _digest(given.spans)
-        if seen.get(given.id) == digest:
-            notes.add("trace that came twice", given.id)
-            return
-        known = self.ledger.known(given.id)
-        if known is not None and known.done and known.digest == digest:
-            done.known += 1
-            return
-        if known is None and self.store.episode(given.id) is not None:
-            done.live += 1
-            return
         try:
+            given.id = self._names.id(given.id)
+            given.session = None if given.session is None else self._names.id(given.session)
+            given.spans = self._names.spans(given.spans)
+            digest = digest_of(given.spans)
+            if seen.get(given.id) == digest:
+                notes.add("trace that came twice", given.id)
+                return
+            known = self.ledger.known(given.id)
+            if known is not None and known.done and known.digest == digest:
+                done.known += 1
+                return
+            if known is None and self.store.episode(given.id) is not None:
+                done.live += 1
+                return
             root = tree(given.spans, notes)
             if root is None:
                 done.empty += 1
                 return
-            trace = self._record(given, root, team, done)
-        except ImportProblem:
+            interrupted = None
+            if resumes(root):
+                if any(t.episode.status == "interrupted" for _, t, *_ in batch):
+                    self._keep(batch, source, None, done, notes)  # what it resumes may be among these
+                interrupted = self._interrupted(root)
+            trace = named(self._record(given, root, team, done, interrupted), notes)
+            found = self._names.rated(rated(root, trace, notes))
+        except (ImportProblem, StoreError):
             raise
         except Exception as error:  # noqa: BLE001  one trace that can't be read must not end the import of a million
             done.failed += 1
@@ -234,9 +253,24 @@ class Importer:
             done.empty += 1
             return
         seen[given.id] = digest
-        batch.append((given, trace, rated(root, trace, notes), digest, known is not None and known.done))
+        batch.append((given, trace, found, digest, known is not None and known.done))
+        if known is not None and trace.episode.status == "interrupted":
+            self._keep(batch, source, None, done, notes)  # so that what resumes it is known to have to come again
 
-    def _record(self, given: SourceTrace, root: Span, team: Team, done: Imported) -> EpisodeTrace:
+    def _interrupted(self, root: Span) -> EpisodeTrace | None:
+        """The episode that a resumed run goes on with."""
+        for id in self.ledger.interrupted(self._names.thread(root.metadata["thread_id"]) or ""):
+            trace = self.store.episode(id)
+            if trace is not None and (trace.episode.status == "interrupted" or any(a.id in _ids(root) for a in trace.actions)):
+                return trace
+        return None
+
+    def _record(self, given: SourceTrace, root: Span, team: Team, done: Imported, interrupted: EpisodeTrace | None) -> EpisodeTrace:
+        if interrupted is not None:
+            if any(a.id in _ids(root) for a in interrupted.actions):
+                return interrupted  # it went on with this trace before
+            return replay(root, team, self._structure, lambda *_: False, done.lost, interrupted)
+
         def taken(id: str, index: int) -> bool:
             # A reply that another trace had already comes from a cache: the policy did not act here.
             owner = self._taken.setdefault((id, index), given.id)
@@ -252,7 +286,7 @@ class Importer:
             environment=self._environment,
             split=self._split,
             task=task_text(root.inputs),
-            thread_id=thread,
+            thread_id=None if thread is None else name_of(thread),
             outcome=self._outcome(root),
         )
         return replace(trace, episode=episode)
@@ -274,23 +308,49 @@ class Importer:
     # -- a batch
 
     def _keep(
-        self, batch: list[tuple[SourceTrace, EpisodeTrace, list[Rated], str, bool]], source: str, cursor: Any, done: Imported
+        self,
+        batch: list[tuple[SourceTrace, EpisodeTrace, list[Rated], str, bool]],
+        source: str,
+        cursor: Any,
+        done: Imported,
+        notes: Notes,
     ) -> None:
         if not batch:
             return
-        self.ledger.begin([(g.id, source, g.session, t.episode.thread_id, digest) for g, t, _, digest, _ in batch])
-        for _, trace, _, _, before in batch:
-            self.store.save_episode(trace)
-            for action in trace.actions:
-                found = action.call_id is not None and self._has_tokens(action)
-                done.exact += found
-                done.text_only += not found
-                done.executions += len(action.executions)
-            done.actions += len(trace.actions)
-            done.updated += before
-            done.traces += not before
-        self.ledger.done([g.id for g, *_ in batch], [f for _, _, found, _, _ in batch for f in found], source, cursor)
+        self.ledger.begin(
+            [
+                (g.id, source, g.session, self._names.thread(t.episode.thread_id), digest, _host(g, t), t.episode.status == "interrupted")
+                for g, t, _, digest, _ in batch
+            ]
+        )
+        kept: list[tuple[str, list[Rated]]] = []
+        for given, trace, found, _, before in batch:
+            try:
+                self.store.save_episode(trace)
+            except StoreError:
+                raise
+            except Exception as error:  # noqa: BLE001  a record that can't be written down is its own loss, not that of the batch
+                done.failed += 1
+                notes.add(f"trace that can't be stored: {type(error).__name__}", f"{given.id}: {error}")
+                continue
+            kept.append((given.id, found))
+            self._count(given, trace, before, done)
+        self.ledger.done([id for id, _ in kept], [f for _, found in kept for f in found], source, cursor)
         batch.clear()
+
+    def _count(self, given: SourceTrace, trace: EpisodeTrace, before: bool, done: Imported) -> None:
+        new = trace.actions
+        if _host(given, trace) is not None:
+            ids = {str(s.get("id")) for s in given.spans}
+            new = tuple(a for a in new if a.id in ids)
+        for action in new:
+            exact = action.call_id is not None and self._has_tokens(action)
+            done.exact += exact
+            done.text_only += not exact
+            done.executions += len(action.executions)
+        done.actions += len(new)
+        done.updated += before
+        done.traces += not before
 
     def _has_tokens(self, action: Action) -> bool:
         assert action.call_id is not None
@@ -364,16 +424,21 @@ def task_text(inputs: Any) -> str:
     return value if len(value) <= _TASK else value[:_TASK] + "…"
 
 
+def _place(cursor: Any) -> Any:
+    return cursor() if callable(cursor) else cursor
+
+
+def _host(given: SourceTrace, trace: EpisodeTrace) -> str | None:
+    return trace.episode.id if trace.episode.id != given.id else None
+
+
+def _ids(root: Span) -> set[str]:
+    return {s.id for s in walk(root)}
+
+
 def _thread(root: Span) -> str | None:
     for key in ("thread_id", "session_id", "conversation_id"):
         value = root.metadata.get(key)
         if value:
             return str(value)
     return None
-
-
-def _digest(spans: Sequence[Mapping[str, Any]]) -> str:
-    """Says whether a trace has changed since: how many spans, how many have ended, and the feedback on them."""
-    ended = sum(1 for s in spans if s.get("end") is not None)
-    feedback = sorted(f"{f.get('id')}={f.get('score')}{f.get('value')}" for s in spans for f in s.get("feedback") or ())
-    return f"{len(spans)}/{ended}/{'|'.join(feedback)}" if feedback else f"{len(spans)}/{ended}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from ..errors import ConfigError
 from .feedback import OURS
 from .importer import SourceTrace
 from .limits import patient, scrubbed
-from .spans import Notes
+from .spans import Notes, seconds
 from .spool import Spool
+from .window import begin, covers, cursor_of
 
 SELECT = (
     "id", "trace_id", "parent_run_id", "dotted_order", "run_type", "name", "start_time", "end_time", "error", "status", "inputs", "outputs",
@@ -86,17 +87,17 @@ def feedback_of(row: Mapping[str, Any]) -> dict[str, Any]:
     ours = isinstance(marks, dict) and marks.get("by") == OURS
     source = OURS if ours else "model" if kind in ("model", "auto_eval") else "human"
     return {
-        "id": None if row.get("id") is None else str(row["id"]), "key": row.get("key"), "score": row.get("score"), "value": row.get("value"),
-        "comment": row.get("comment"), "source": source,
+        "id": None if row.get("id") is None else str(row["id"]), "key": row.get("key"), "score": row.get("score"),
+        "value": row.get("value"), "comment": row.get("comment"), "source": source,
     }  # fmt: skip
 
 
 def parsed(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of an export with its JSON columns read."""
     out = dict(row)
-    for key in _PARSED:
-        value = out.get(key)
-        if isinstance(value, str) and value[:1] in "{[":
+    for key in [k for k in _PARSED if row.get(k).__class__ is str]:
+        value = out[key]
+        if value[:1] in ("{", "["):
             try:
                 out[key] = json.loads(value)
             except ValueError:
@@ -139,35 +140,58 @@ class LangSmithSource:
     ) -> None:
         self.project = project
         self.client = client if client is not None else make_client()
-        parts = [f'gte(start_time, "{since.isoformat()}")' if since else "", f'lte(start_time, "{until.isoformat()}")' if until else ""]
-        parts = [p for p in [*parts, filter or ""] if p]
-        self._trace_filter = None if not parts else parts[0] if len(parts) == 1 else f"and({', '.join(parts)})"
-        self._since = since
-        self.name = f"langsmith:{project}" + (f"?{self._trace_filter}" if self._trace_filter else "")
+        self._since, self._until, self._filter = since, until, filter
+        self.name = f"langsmith:{project}" + (f"?{filter}" if filter else "")
         self._folder = folder
+        self.redact: Callable[[Any], Any] | None = None
+        """What runs go through before they are put down on disk; set by the importer."""
 
     def traces(self, cursor: Any, notes: Notes) -> Iterator[SourceTrace]:
         mark = hashlib.sha256(self.name.encode()).hexdigest()[:12]
-        spool = Spool(self._folder / f"import-{mark}.spool")
+        path = self._folder / f"import-{mark}.spool"
+        if path.exists():
+            # A killed import goes on with what it was asked for; what has come since is for the next one.
+            for trace in self._read(path, cursor):
+                cursor = trace.cursor
+                yield trace
+            if cursor is not None and covers(cursor, self._since):
+                return
+        yield from self._read(path, cursor)
+
+    def _read(self, path: Path, cursor: Any) -> Iterator[SourceTrace]:
+        spool = Spool(path, self.redact)
         finished = False
         try:
+            window = spool.get("window")
+            if window is None:
+                begin_ = begin(cursor, self._since)
+                ends = [self._since, begin_, self._until]
+                window = [None if t is None else t.isoformat() for t in ends]
+                spool.put("window", window)
+            since, start, until = (None if t is None else datetime.fromisoformat(t) for t in window)
             if not spool.get("complete"):
-                self._fetch(spool, notes)
+                self._fetch(spool, start, until)
                 spool.put("complete", True)
-            for _, trace, runs in spool.traces():
+            for trace, runs in spool.traces():
                 session = next((str(r["session_id"]) for r in runs if r.get("session_id")), None)
-                yield SourceTrace(trace, [span_of_run(r) for r in runs], None, session)
+                newest = max((seconds(r.get("start_time")) or 0.0 for r in runs if not r.get("parent_run_id")), default=0.0)
+                cursor = cursor_of(cursor, since, newest)
+                yield SourceTrace(trace, [span_of_run(r) for r in runs], cursor, session)
             finished = True
         finally:
             spool.close(delete=finished)
 
-    def _fetch(self, spool: Spool, notes: Notes) -> None:
+    def _fetch(self, spool: Spool, since: datetime | None, until: datetime | None) -> None:
+        parts = [f'gte(start_time, "{since.isoformat()}")' if since else "", f'lte(start_time, "{until.isoformat()}")' if until else ""]
+        parts = [p for p in [*parts, self._filter or ""] if p]
+        trace_filter = None if not parts else parts[0] if len(parts) == 1 else f"and({', '.join(parts)})"
+
         def page_on() -> bool:
             """Reads pages until the end; called again after a pause, it goes on from the earliest run that was kept."""
             reached = spool.get("cursor")
-            options: dict[str, Any] = {"trace_filter": self._trace_filter} if self._trace_filter else {}
-            if self._since is not None:
-                options["start_time"] = self._since
+            options: dict[str, Any] = {"trace_filter": trace_filter} if trace_filter else {}
+            if since is not None:
+                options["start_time"] = since
             if reached is not None:
                 options["filter"] = f'lte(start_time, "{reached}")'
             held: list[Mapping[str, Any]] = []
@@ -190,7 +214,10 @@ class LangSmithSource:
             return
         rated = [str(r["id"]) for r in runs if r.get("feedback_stats")]
         found = self._feedback(rated) if rated else {}
-        rows = [(str(r["trace_id"]), str(r["id"]), {**r, "feedback": found.get(str(r["id"]), [])}) for r in runs]
+        rows = [
+            (str(r["trace_id"]), str(r["id"]), seconds(r["start_time"]) or 0.0, {**r, "feedback": found.get(str(r["id"]), [])})
+            for r in runs
+        ]
         spool.add(rows, min(str(r["start_time"]) for r in runs))
 
     def _feedback(self, ids: list[str]) -> dict[str, list[dict[str, Any]]]:

@@ -24,7 +24,10 @@ from ..errors import StoreError
 _TABLES = """
 CREATE TABLE IF NOT EXISTS sources (source TEXT PRIMARY KEY, cursor TEXT, at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS episodes (
-  id TEXT PRIMARY KEY, source TEXT NOT NULL, session TEXT, thread TEXT, digest TEXT NOT NULL, done INTEGER NOT NULL) WITHOUT ROWID;
+  id TEXT PRIMARY KEY, source TEXT NOT NULL, session TEXT, thread TEXT, digest TEXT NOT NULL, done INTEGER NOT NULL,
+  host TEXT, interrupted INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS episodes_by_thread ON episodes (thread);
+CREATE INDEX IF NOT EXISTS episodes_by_host ON episodes (host);
 CREATE TABLE IF NOT EXISTS feedback (
   action TEXT NOT NULL, id TEXT NOT NULL, episode TEXT NOT NULL, agent TEXT NOT NULL, key TEXT NOT NULL, score REAL, value TEXT,
   comment TEXT, source TEXT NOT NULL, PRIMARY KEY (action, id)) WITHOUT ROWID;
@@ -78,10 +81,20 @@ class Ledger:
         row = self._one("SELECT source, session, digest, done FROM episodes WHERE id = ?", (id,))
         return None if row is None else Known(row[0], row[1], row[2], bool(row[3]))
 
-    def begin(self, rows: Iterable[tuple[str, str, str | None, str | None, str]]) -> None:
-        """Notes traces, `(id, source, session, thread, digest)`, that are about to be stored."""
+    def begin(self, rows: Sequence[tuple[str, str, str | None, str | None, str, str | None, bool]]) -> None:
+        """Notes traces, `(id, source, session, thread, digest, host, interrupted)`, that are about to be stored.
+
+        `host` is the episode that a trace goes on with, after an interrupt; None for one of its own. What went on with a trace that is
+        stored anew has to come again.
+        """
         with self._write() as db:
-            db.executemany("INSERT OR REPLACE INTO episodes VALUES (?,?,?,?,?,0)", rows)
+            db.executemany("INSERT OR REPLACE INTO episodes VALUES (?,?,?,?,?,0,?,?)", rows)
+            db.executemany("UPDATE episodes SET done = 0 WHERE host = ?", [(row[0],) for row in rows if row[5] is None])
+
+    def interrupted(self, thread: str) -> list[str]:
+        """Ids of a thread's traces that ended with an interrupt, whatever became of them since."""
+        sql = "SELECT id FROM episodes WHERE thread = ? AND host IS NULL AND done = 1 AND interrupted = 1"
+        return [row[0] for row in self._all(sql, (thread,))]
 
     def done(self, ids: Iterable[str], feedback: Iterable[Rated], source: str, cursor: Any) -> None:
         """Notes that traces are stored, with their feedback, and how far the source was read by then."""

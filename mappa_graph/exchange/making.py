@@ -89,7 +89,7 @@ class Maker:
                 yield reason
                 continue
             if not _has_tokens(trace, action):
-                self.text_only[action.agent] += 1
+                self.text_only[self._name(action.agent)] += 1
             tools = formats.offered(trace, action)
             if paired:
                 yield from self._preferences(trace, action, prompt, completion, tools)
@@ -118,6 +118,10 @@ class Maker:
     def _clean(self, record: dict[str, Any]) -> dict[str, Any]:
         return cast("dict[str, Any]", self.redactor(record))
 
+    def _name(self, name: str) -> str:
+        """A name from data as counts and cards may hold it."""
+        return str(formats.holdable(self.redactor.text(name)))
+
     # -- preferences
 
     def _preferences(self, trace: EpisodeTrace, action: Action, prompt: Any, completion: Any, tools: Any) -> Iterator[Row | Waiting | str]:
@@ -128,7 +132,7 @@ class Maker:
         clean = self._clean({"prompt": prompt, "completion": completion, "chosen": better, "tools": tools, **about})
         head = {name: clean[name] for name in ("prompt", "tools", "agent", "task_id", "stratum")}
         side = self._side(trace)
-        own = End(verdict.score, clean["completion"], action.id)
+        own = End(verdict.score, clean["completion"], clean["action"])
         if "coach" in pairs.sources and better is not None and clean["chosen"] != clean["completion"]:
             yield from self.pair(head, side, "coach", End(None, clean["chosen"], None), own)
         if verdict.score is None:
@@ -181,7 +185,7 @@ class Maker:
             reason = self.filters.action(action, verdict, scored=True)
             sample = by_action.get(action.id)
             if reason is None and not _has_tokens(trace, action):
-                self.text_only[action.agent] += 1
+                self.text_only[self._name(action.agent)] += 1
                 reason = "no tokens: text only"
             elif reason is None and sample is None:
                 reason = "untrainable" if not action.trainable else "discarded" if not action.kept else "call failed"
@@ -203,7 +207,7 @@ class Maker:
                 "truncated": sample.truncated, **self._clean(formats.about(trace, action)),
             }  # fmt: skip
             digest = _digest(data["prompt_ids"], data["completion_ids"]) if self.dedupe else None
-            group = {"batch": "", "agent": sample.agent, "stratum": sample.stratum}[self.options.normalise]
+            group = self._name({"batch": "", "agent": sample.agent, "stratum": sample.stratum}[self.options.normalise])
             yield self._placed(data, self._side(trace), digest, tokens=len(sample.completion_ids), value=sample.ret, grp=group)
 
 

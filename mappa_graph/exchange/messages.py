@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..capture.snapshot import CommandSnap, Message, SendSnap
+from .spans import name_of
 
 ROLES = {
     "human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "HumanMessage": "user", "AIMessage": "assistant",
@@ -23,7 +24,7 @@ ROLES = {
 }  # fmt: skip
 _LANGCHAIN = frozenset(("human", "ai", "AIMessageChunk", "system", "tool", "function"))
 _MESSAGE_MARKS = ("response_metadata", "additional_kwargs", "tool_call_id", "id")
-_COMMAND = frozenset(("graph", "update", "resume", "goto"))
+COMMAND = frozenset(("graph", "update", "resume", "goto"))
 _SEND = re.compile(r"Send\(node='((?:[^'\\]|\\.)*)', arg=(.*?)(?:, timeout=.*)?\)\Z", re.DOTALL)
 _MAX_SEND = 200_000
 _MAX_DEPTH = 60
@@ -69,13 +70,15 @@ def cut(text: str) -> str:
 
 
 def _text(value: Any) -> str | None:
-    return None if value is None or value == "" else str(value)
+    return None if value is None or value == "" else name_of(value)
 
 
 def _calls(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     good: list[dict[str, Any]] = []
     bad: list[dict[str, Any]] = []
     given = fields.get("tool_calls") or ()
+    if not given and not fields.get("invalid_tool_calls"):
+        return good, bad
     for call in given if isinstance(given, list | tuple) else ():
         if not isinstance(call, dict):
             continue
@@ -108,7 +111,7 @@ def fields_of(value: Any, *, spoken: bool = False) -> tuple[Mapping[str, Any], s
             kwargs: Mapping[str, Any] = value["kwargs"]
             id = value.get("id")
             name = id[-1] if isinstance(id, list) and id else ""
-            role = ROLES.get(kwargs.get("type") or "") or ROLES.get(str(name).removesuffix("Chunk"))
+            role = ROLES.get(str(kwargs.get("type") or "")) or ROLES.get(str(name).removesuffix("Chunk"))
             return None if role is None else (kwargs, role)
         kind = value.get("type")
         if isinstance(kind, str) and kind in _LANGCHAIN:
@@ -151,6 +154,16 @@ def _openai(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return out
 
 
+def _called(calls: Any) -> tuple[Any, ...]:
+    """Tells the calls of one message from those of another, however they are written."""
+    out = []
+    for call in calls if isinstance(calls, list | tuple) else ():
+        if isinstance(call, dict):
+            function = call.get("function")
+            out.append(str(call.get("id") or (function.get("name") if isinstance(function, dict) else call.get("name"))))
+    return tuple(out)
+
+
 class Reader:
     """Reads the values of one trace."""
 
@@ -167,16 +180,21 @@ class Reader:
         known = self._by_raw.get(id(fields))
         if known is not None:
             return known[1]
-        made = Read(fields, role)
-        raw = fields.get("content")
-        self.cut += raw.__class__ is str and len(raw) > HUGE
-        text = made.content if isinstance(made.content, str) else json.dumps(made.content, sort_keys=True, default=str)
-        content = (role, made.tool_call_id, text, tuple(c["id"] or c["name"] for c in made.tool_calls))
-        if made.id is None:
-            made = self._by_content.setdefault(content, made)
+        content = fields.get("content")
+        if content.__class__ is str and len(content) > HUGE:
+            self.cut += 1
+        text = content if content.__class__ is str else json.dumps(content, sort_keys=True, default=str) if content else ""
+        calls = fields.get("tool_calls")
+        key = (role, _text(fields.get("tool_call_id")), text, _called(calls) if calls else ())
+        name = _text(fields.get("id"))
+        if name:
+            # Most messages of a trace are ones that were seen before: they are told before they are read.
+            made = self._by_key.get((name, *key))
+            if made is None:
+                made = self._by_key[(name, *key)] = Read(fields, role)
+            self._by_content[key] = made
         else:
-            made = self._by_key.setdefault((made.id, *content), made)
-            self._by_content[content] = made
+            made = self._by_content.get(key) or self._by_content.setdefault(key, Read(fields, role))
         self._by_raw[id(fields)] = (fields, made)
         return made
 
@@ -199,7 +217,7 @@ class Reader:
             message = fields_of(value)
             if message is not None:
                 return self.message(*message)
-            if value.keys() == _COMMAND:
+            if value.keys() == COMMAND:
                 goto = value["goto"]
                 targets = [self._target(g) for g in (goto if isinstance(goto, list) else [goto]) if g]
                 return CommandSnap(self.value(value["update"], depth + 1), targets, value["resume"] is not None)

@@ -16,6 +16,7 @@ from .feedback import OURS
 from .importer import SourceTrace
 from .limits import patient, scrubbed
 from .spans import Notes
+from .window import begin, cursor_of
 
 _PAGE = 50
 
@@ -43,11 +44,8 @@ class MlflowSource:
         if found is None:
             raise ConfigError(f"MLflow has no experiment {experiment!r} at {self._where(uri)}", hint="give its name or id: mlflow:NAME")
         self.experiment_id = str(found.experiment_id)
-        parts = [filter or ""]
-        parts += [f"timestamp_ms >= {int(since.timestamp() * 1000)}"] if since else []
-        parts += [f"timestamp_ms <= {int(until.timestamp() * 1000)}"] if until else []
-        self._filter = [p for p in parts if p]
-        self.name = f"mlflow:{experiment}" + (f"?{' AND '.join(self._filter)}" if self._filter else "")
+        self._since, self._until, self._filter = since, until, filter
+        self.name = f"mlflow:{experiment}" + (f"?{filter}" if filter else "")
 
     def _experiment(self, name: str) -> Any:
         try:
@@ -62,9 +60,10 @@ class MlflowSource:
         return "the tracking store" if uri is None or "@" in uri else uri
 
     def traces(self, cursor: Any, notes: Notes) -> Iterator[SourceTrace]:
-        parts = [*self._filter]
-        if isinstance(cursor, Mapping) and isinstance(cursor.get("from_ms"), int):
-            parts.append(f"timestamp_ms >= {cursor['from_ms']}")
+        start = begin(cursor, self._since)
+        parts = [self._filter] if self._filter else []
+        parts += [f"timestamp_ms >= {int(start.timestamp() * 1000)}"] if start else []
+        parts += [f"timestamp_ms <= {int(self._until.timestamp() * 1000)}"] if self._until else []
         token: str | None = None
         while True:
 
@@ -79,9 +78,8 @@ class MlflowSource:
 
             found = patient(page, "MLflow's traces")
             for trace in found:
-                yield SourceTrace(
-                    trace.info.trace_id, spans_of(trace, notes), {"from_ms": int(trace.info.timestamp_ms)}, self.experiment_id
-                )
+                cursor = cursor_of(cursor, self._since, trace.info.timestamp_ms / 1000)
+                yield SourceTrace(trace.info.trace_id, spans_of(trace, notes), cursor, self.experiment_id)
             token = found.token
             if not token:
                 return

@@ -68,7 +68,7 @@ def state_of(trace: EpisodeTrace, action: Action, prompt: Any, tools: Any) -> by
     for part in (
         task_of(trace).encode("utf-8", "surrogatepass"),
         action.agent.encode("utf-8", "surrogatepass"),
-        episode.environment.encode(),
+        episode.environment.encode("utf-8", "surrogatepass"),
     ):
         digest.update(len(part).to_bytes(8, "little") + part)
     seen = pack_ids(call.prompt_ids) if call is not None and call.prompt_ids else encode([prompt, tools])

@@ -22,15 +22,19 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import ConfigError
-from .secrets import SECRET_FIELDS, card_spans, email_spans, ip_spans, key_spans, phone_spans
+from .secrets import card_spans, email_spans, field_level, ip_spans, is_secret, key_spans, phone_spans
 
-_IDS = frozenset({"id", "call_id", "transition_id", "tool_call_id", "parents", "sha256", "episode", "action", "version"})
+_IDS = frozenset({"id", "call_id", "transition_id", "tool_call_id", "parents", "sha256", "episode", "action", "version", "blame"})
 _RECORDS = frozenset(
     {"transitions", "actions", "executions", "files", "messages", "tool_calls", "verdicts", "calls", "prompt", "completion", "chosen",
      "rejected", "error"}
 )  # fmt: skip
 """Fields whose content is still a record of ours, with ids of ours in it; anything else is the app's own data."""
-_MESSAGE_FIELDS = frozenset({"role", "content", "id", "type", "name", "arguments"})
+_PAIR_NAMES = ("name", "key", "header", "field")
+_SCHEMA = frozenset({"$ref", "anyOf", "oneOf", "allOf", "enum"})
+_SCHEMA_TYPES = ("string", "object", "array", "integer", "number", "boolean", "null")
+_SMALL = 1000
+"""Whole numbers below this are counts or flags, whatever their field is named."""
 _NUMBERS = frozenset({int, float, bool})
 _CACHED, _CACHED_LENGTH = 4096, 4096
 _PATTERN_LENGTH = 1000
@@ -113,32 +117,38 @@ class Redactor:
     def __call__(self, record: Any) -> Any:
         """The record with all texts redacted: values, and names of fields in the app's own data. The record itself is left as it is."""
         counts: Counter[str] = Counter()
+        placeholder = RULES["keys"].placeholder
         out: list[Any] = [record]
         # A stack instead of recursion: agents can nest data deeper than Python can recurse.
-        stack: list[tuple[Any, Any, bool, bool]] = [(out, 0, True, False)]
+        stack: list[tuple[Any, Any, bool, bool, int]] = [(out, 0, True, False, 0)]
         while stack:
-            box, key, ours, is_id = stack.pop()
+            box, key, ours, is_id, above = stack.pop()
             value = box[key]
             if isinstance(value, str):
                 box[key] = self._text(value, counts, is_id)
             elif isinstance(value, Mapping):
                 box[key] = inner = dict(value) if ours else self._named(value, counts)
+                above = 0 if above and _describes(value) else above
+                paired = _paired(value) if "value" in value else 0
                 for name, part in inner.items():
-                    if type(part) is str:
-                        if _secret(name, part):
-                            inner[name] = RULES["keys"].placeholder
-                            counts["keys"] += 1
-                        else:
-                            inner[name] = self._text(part, counts, ours and name in _IDS)
+                    level = max(above, field_level(name), paired if name == "value" else 0)
+                    if level and _secret(level, part):
+                        inner[name] = placeholder
+                        counts["keys"] += 1
+                    elif type(part) is str:
+                        inner[name] = self._text(part, counts, ours and name in _IDS)
                     elif part is not None and type(part) not in _NUMBERS:
-                        stack.append((inner, name, ours and name in _RECORDS, ours and name in _IDS))
+                        stack.append((inner, name, ours and name in _RECORDS, ours and name in _IDS, level))
             elif isinstance(value, list | tuple):
                 box[key] = items = list(value)
                 for i, part in enumerate(items):
-                    if type(part) is str:
+                    if above and _secret(above, part):
+                        items[i] = placeholder
+                        counts["keys"] += 1
+                    elif type(part) is str:
                         items[i] = self._text(part, counts, is_id)
                     elif part is not None and type(part) not in _NUMBERS:
-                        stack.append((items, i, ours, is_id))
+                        stack.append((items, i, ours, is_id, above))
         if counts:
             with self._lock:
                 self._counts.update(counts)
@@ -224,8 +234,8 @@ def _pattern_rule(name: str, pattern: str) -> Rule:
     if len(pattern) > _PATTERN_LENGTH:
         raise ConfigError(f"the pattern {name!r} has {len(pattern)} characters, more than {_PATTERN_LENGTH}", hint="split it into several")
     try:
-        import pyarrow as pa
-        import pyarrow.compute as pc
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.compute as pc  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError(f"the pattern {name!r} needs pyarrow: {error}", hint="pip install 'mappa-graph[exchange]'") from error
     try:
@@ -253,8 +263,18 @@ def _pattern_rule(name: str, pattern: str) -> Rule:
     return Rule(name, placeholder, "a pattern of the user's own", sub)
 
 
-def _secret(name: Any, value: str) -> bool:
-    """Whether a field is named for a secret and holds one (not an empty text, a placeholder, or the schema of such a field)."""
-    if name in _MESSAGE_FIELDS or not isinstance(name, str) or name.lower().replace("-", "_") not in SECRET_FIELDS:
-        return False
-    return len(value) >= 6 and value != RULES["keys"].placeholder
+def _secret(level: int, value: Any) -> bool:
+    """Whether what is in a field of that level is a secret by itself; of lists and records, each part is looked at."""
+    if type(value) is str:
+        return value != RULES["keys"].placeholder and is_secret(level, value)
+    return level == 2 and type(value) is int and abs(value) >= _SMALL
+
+
+def _describes(value: Mapping[Any, Any]) -> bool:
+    """Whether what is in a field named for a secret is the JSON schema of such a field, and so holds none."""
+    return not _SCHEMA.isdisjoint(value) or value.get("type") in _SCHEMA_TYPES or isinstance(value.get("type"), list)
+
+
+def _paired(value: Mapping[Any, Any]) -> int:
+    """The level of `{"name": "x-api-key", "value": ...}`, as headers and variables are often written."""
+    return max(field_level(value.get(name)) for name in _PAIR_NAMES)

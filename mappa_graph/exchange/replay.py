@@ -15,14 +15,15 @@ from dataclasses import replace
 from typing import Any, cast
 
 from ..capture.recording import Recording
+from ..capture.resume import revived
 from ..capture.snapshot import CommandSnap, Message
 from ..capture.structure import Structure
 from ..capture.tap import ChainEnd, ChainStart, Event, Failed, Generation, Interrupted, LlmEnd, LlmStart, ToolEnd, ToolStart
 from ..capture.team import Team
 from ..record import EpisodeTrace, Execution
 from . import failures
-from .generations import fill, generations
-from .messages import Reader, fields_of
+from .generations import fill
+from .messages import COMMAND, Reader, fields_of
 from .spans import Span, moments, walk
 
 _BAD_IN_PATH = re.compile(r"[|:/]+")
@@ -31,17 +32,34 @@ _INTERRUPTS = ("GraphInterrupt", "NodeInterrupt")
 Taken = Callable[[str, int], bool]
 
 
-def replay(root: Span, team: Team, structure: Structure, taken: Taken, lost: Counter[str]) -> EpisodeTrace:
-    """The record of a trace; its episode's id is the trace's. `lost` counts, by field, what the source did not keep."""
-    return _Replay(root, team, structure, taken, lost).run()
+def replay(
+    root: Span, team: Team, structure: Structure, taken: Taken, lost: Counter[str], interrupted: EpisodeTrace | None = None
+) -> EpisodeTrace:
+    """The record of a trace; its episode's id is the trace's. `lost` counts, by field, what the source did not keep.
+
+    `interrupted`: the record of the run that this trace resumes, which goes on in it.
+    """
+    recording = (
+        Recording(root.trace_id, team, structure, taken) if interrupted is None else revived(interrupted, team, structure, lambda *_: False)
+    )
+    return _Replay(root, recording, lost).run()
+
+
+def resumes(root: Span) -> bool:
+    """Whether a run goes on with an interrupted one of its thread: it was given a command to, or nothing. A fork does not."""
+    given = root.inputs
+    if isinstance(given, dict) and given.keys() == {"input"}:
+        given = given["input"]
+    told = given is None or (isinstance(given, dict) and given.keys() == COMMAND and given["resume"] is not None)
+    return told and bool(root.metadata.get("thread_id")) and not root.metadata.get("checkpoint_id")
 
 
 class _Replay:
-    def __init__(self, root: Span, team: Team, structure: Structure, taken: Taken, lost: Counter[str]) -> None:
+    def __init__(self, root: Span, recording: Recording, lost: Counter[str]) -> None:
         self.root = root
         self.lost = lost
         self.reader = Reader()
-        self.recording = Recording(root.trace_id, team, structure, taken)
+        self.recording = recording
         self.seq = 0
         self.interrupted = False
         self.nodes: dict[str, Mapping[str, Any]] = {}
@@ -65,7 +83,13 @@ class _Replay:
             recording.close("cancelled", None, last)
         self.lost["send argument"] += sum(not s.read for s in self.reader.sends)
         self.lost["middle of a text over a million characters"] += self.reader.cut
-        return self._with_tracebacks(recording.trace(), spans)
+        trace = recording.trace()
+        forward = tuple(e for e in trace.edges if e[0] < e[1])
+        if len(forward) < len(trace.edges):
+            # Steps that go on after the step around them has ended, or clocks that disagree.
+            self.lost["edge (it led back in time)"] += len(trace.edges) - len(forward)
+            trace = replace(trace, edges=forward)
+        return self._with_tracebacks(trace, spans)
 
     # -- which spans are node attempts
 
@@ -101,6 +125,34 @@ class _Replay:
                 self.lost["parent (found again by namespace)"] += 1
 
     def _guess_nodes(self, spans: list[Span]) -> None:
+        """Nodes of a trace without namespaces: those that say node and step, else the steps around model and tool calls."""
+        chosen = [s for s in spans if s is not self.root and s.kind == "chain" and _says_node(s)]
+        told = bool(chosen)
+        if not told:
+            chosen = self._around_calls(spans)
+        if not chosen:
+            return
+        self.lost["node namespace (told by node and step)" if told else "node metadata (steps guessed from times)"] += len(chosen)
+        steps: dict[str, tuple[int, float]] = {}
+        for span in chosen:
+            above = span.parent
+            while above is not None and above.id not in self.nodes:
+                above = above.parent
+            outer: Mapping[str, Any] = {} if above is None else self.nodes[above.id]
+            key = "" if above is None else above.id
+            step, until = steps.get(key, (0, -1.0))
+            if span.start >= until:
+                step, until = step + 1, span.start
+            steps[key] = (step, max(until, span.end if span.end is not None else until))
+            name = _BAD_IN_PATH.sub("_", span.name).strip("_") or "step"
+            space = f"{outer['langgraph_checkpoint_ns']}|{name}:{span.id}" if outer else f"{name}:{span.id}"
+            who = span.metadata.get("lc_agent_name") or outer.get("agent")
+            known = _typed(span) if told else {**span.metadata, "langgraph_step": step, "langgraph_path": (), "langgraph_triggers": ()}
+            self.nodes[span.id] = {
+                **known, "langgraph_checkpoint_ns": space, "langgraph_node": name, **({"agent": who} if who else {})
+            }  # fmt: skip
+
+    def _around_calls(self, spans: list[Span]) -> list[Span]:
         around: set[str] = set()
         for span in spans:
             if span.kind != "chain":
@@ -108,26 +160,7 @@ class _Replay:
                 while above is not None and above.id not in around:
                     around.add(above.id)
                     above = above.parent
-        guessed = [s for s in spans if s.kind == "chain" and s is not self.root and s.id in around]
-        if not guessed:
-            return
-        self.lost["node metadata (steps guessed from times)"] += len(guessed)
-        spaces: dict[str, str] = {}
-        steps: dict[str, tuple[int, float]] = {}
-        for span in guessed:
-            assert span.parent is not None
-            step, until = steps.get(span.parent.id, (0, -1.0))
-            if span.start >= until:
-                step, until = step + 1, span.start
-            steps[span.parent.id] = (step, max(until, span.end if span.end is not None else until))
-            name = _BAD_IN_PATH.sub("_", span.name).strip("_") or "step"
-            outer = spaces.get(span.parent.id, "")
-            space = spaces[span.id] = f"{outer}|{name}:{span.id}" if outer else f"{name}:{span.id}"
-            who = span.metadata.get("lc_agent_name") or self.nodes.get(span.parent.id, {}).get("agent")
-            self.nodes[span.id] = {
-                **span.metadata, "langgraph_checkpoint_ns": space, "langgraph_step": step, "langgraph_node": name,
-                "langgraph_path": ("__pregel_pull", name), "langgraph_triggers": (), **({"agent": who} if who else {}),
-            }  # fmt: skip
+        return [s for s in spans if s.kind == "chain" and s is not self.root and s.id in around]
 
     # -- events
 
@@ -193,7 +226,7 @@ class _Replay:
 
     def _generations(self, span: Span) -> list[Generation]:
         out = []
-        for said in generations(span.outputs):
+        for said in span.said:
             message = self.reader.message(said.fields, "assistant") if said.fields is not None else None
             if message is not None and message.id is None:
                 self.lost["message id"] += 1
@@ -235,6 +268,15 @@ class _Replay:
 
         actions = tuple(replace(a, executions=tuple(map(mended, a.executions))) if a.executions else a for a in trace.actions)
         return replace(trace, actions=actions)
+
+
+def _says_node(span: Span) -> bool:
+    """Whether a span's own metadata, and not one that it inherited, says that it is a node attempt."""
+    own = span.metadata
+    if own.get("langgraph_node") != span.name or own.get("langgraph_step") is None:
+        return False
+    outer: Mapping[str, Any] = {} if span.parent is None else span.parent.metadata
+    return (outer.get("langgraph_node"), outer.get("langgraph_step")) != (own["langgraph_node"], own["langgraph_step"])
 
 
 def _typed(span: Span) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ another one it begins anew.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 import zlib
@@ -26,9 +27,9 @@ from .pairs import Sibling
 _TABLES = """
 CREATE TABLE state (id INTEGER PRIMARY KEY CHECK (id = 0), fingerprint TEXT NOT NULL, done INTEGER NOT NULL, phase INTEGER NOT NULL,
   counts TEXT NOT NULL);
-CREATE TABLE rows (seq INTEGER PRIMARY KEY, side TEXT NOT NULL, balance TEXT NOT NULL, digest BLOB UNIQUE, label INTEGER,
-  chosen INTEGER NOT NULL DEFAULT 1, tokens INTEGER NOT NULL, value REAL, grp TEXT NOT NULL, agent TEXT, stratum TEXT, score REAL,
-  data BLOB NOT NULL);
+CREATE TABLE rows (seq INTEGER PRIMARY KEY, side TEXT NOT NULL, balance TEXT NOT NULL, digest BLOB UNIQUE, hash BLOB NOT NULL,
+  label INTEGER, chosen INTEGER NOT NULL DEFAULT 1, tokens INTEGER NOT NULL, value REAL, grp TEXT NOT NULL, agent TEXT, stratum TEXT,
+  score REAL, data BLOB NOT NULL);
 CREATE TABLE states (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, side TEXT NOT NULL, data BLOB NOT NULL);
 CREATE TABLE siblings (seq INTEGER PRIMARY KEY, state INTEGER NOT NULL, digest BLOB NOT NULL, score REAL NOT NULL, data BLOB NOT NULL);
 CREATE INDEX siblings_by_state ON siblings (state, digest);
@@ -81,11 +82,15 @@ class Rows:
 
     def add(self, row: Row) -> str | None:
         """Keeps a row. Returns why not, where it doesn't: "duplicate", or "contradicted" where the same text has another label."""
+        data = _packed(row.data)
+        lot = row.digest or hashlib.blake2b(data, digest_size=16).digest()
+        about = (row.label, row.tokens, row.value, holdable(row.grp), *_about(row.data))
+        values = (row.side, holdable(row.balance), row.digest, lot, *about, data)
         with self._guard():
             kept = self._db.execute(
-                "INSERT OR IGNORE INTO rows (side, balance, digest, label, tokens, value, grp, agent, stratum, score, data) "
-                "VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-                (row.side, row.balance, row.digest, row.label, row.tokens, row.value, row.grp, *_about(row.data), _packed(row.data)),
+                "INSERT OR IGNORE INTO rows (side, balance, digest, hash, label, tokens, value, grp, agent, stratum, score, data) "
+                "VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+                values,
             ).rowcount
             if kept:
                 return None
@@ -135,7 +140,7 @@ class Rows:
                 if size > least:
                     self._db.execute(
                         "UPDATE rows SET chosen = 0 WHERE seq IN (SELECT seq FROM rows WHERE side = ? AND balance = ? "
-                        "ORDER BY digest, seq LIMIT ?)",
+                        "ORDER BY hash, seq LIMIT ?)",
                         (side, kind, size - least),
                     )
         return {kind: size - least for kind, size in sorted(sizes.items()) if size > least}
@@ -223,4 +228,5 @@ def _unpacked(data: bytes) -> dict[str, Any]:
 
 
 def _about(data: dict[str, Any]) -> tuple[Any, Any, Any]:
-    return data.get("agent"), data.get("stratum"), data.get("score", data.get("chosen_score"))
+    # SQLite's text can't hold a lone surrogate either.
+    return holdable(data.get("agent")), holdable(data.get("stratum")), data.get("score", data.get("chosen_score"))

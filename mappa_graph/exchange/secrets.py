@@ -10,6 +10,8 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
 
 Spans = list[tuple[int, int]]
 
@@ -64,14 +66,20 @@ def _marked(mark: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 _ANCHORED = tuple((mark, _marked(mark)) for mark in _MARKS)
 """By a character that all of a group's literals have, and that many texts have not."""
-_SK = re.compile(_W + r"(?<![\-_])sk-[A-Za-z0-9_\-]{20,}+")
+_SK = re.compile(r"sk-[A-Za-z0-9_\-]{20,}+")
+_SK_KINDS = ("sk-proj-", "sk-ant-", "sk-or-v1-", "sk-lf-", "sk-svcacct-", "sk-admin-")
+_BEFORE_SK = re.compile(r"(?:^|[^A-Za-z0-9])([A-Za-z0-9]{1,16})$")
 _WORDS = re.compile(r"(?:[a-z]++|[A-Z]++|[A-Z]?[a-z]++|[0-9]{1,3})")
 _BEARER = re.compile(
     r"(?i)(?<![a-z0-9])(?:bearer|authorization[\"']?[ \t]{0,4}[:=][ \t]{0,4}[\"']?(?:basic|token))[ \t]{1,4}([A-Za-z0-9._~+/\-]{16,}+=*+)"
 )
+_BEARER_HEADER = re.compile(
+    r"(?i)authorization\\{0,2}[\"']?[ \t]{0,4}[:=][ \t]{0,4}\\{0,2}[\"']?bearer[ \t]{1,4}([A-Za-z]{16,}+)(?![A-Za-z0-9._~+/\-])"
+)
+_BEARER_LETTERS = re.compile(r"(?i)(?<![a-z0-9])bearer[ \t]{1,4}([A-Za-z]{24,}+)(?![A-Za-z0-9._~+/\-])")
 _URL_PASSWORD = re.compile(r"://[^\s/:@\"'<>]{0,256}:([^\s/@\"'<>\[\]]{1,256}+)@")
 _ASSIGNED = re.compile(
-    r"(?i)(?:(api[_-]?key|secret[_-]?key|access[_-]?key(?:[_-]?id)?|access[_-]?token|auth[_-]?token|refresh[_-]?token|bot[_-]?token|"
+    r"(?i)(?:(api[_-]?key|secret[_-]?key|access[_-]?key(?:[_-]?id)?|access[_-]?token|auth[_-]?token|api[_-]?token|refresh[_-]?token|bot[_-]?token|"
     r"client[_-]?secret|app[_-]?secret|webhook[_-]?secret|signing[_-]?secret|private[_-]?key|account[_-]?key)|"
     r"(passw(?:or)?d|passphrase|pwd))"
     r"\\{0,2}[\"']?[ \t]{0,8}(?:=>|[:=])[ \t]{0,8}(\\{0,2}[\"'])?([^\s\"'`,;&<>\[\](){}\\]{8,512}+)"
@@ -87,7 +95,36 @@ SECRET_FIELDS = frozenset(
      "client_secret", "clientsecret", "private_key", "privatekey", "password", "passwd", "passphrase", "authorization",
      "proxy_authorization", "cookie", "set_cookie", "openai_api_key", "anthropic_api_key", "langsmith_api_key", "session_token"}
 )  # fmt: skip
-"""Names of fields whose text is a secret whatever it looks like; - and _ are the same."""
+"""Names of fields whose text is a secret whatever it looks like; - and _ are the same, and so are camelCase and snake_case."""
+_SECRET_ENDS = ("api_key", "apikey", "secret_key", "access_key", "access_token", "refresh_token", "auth_token", "api_token", "apitoken",
+                "bot_token", "client_secret", "app_secret", "api_secret", "signing_secret", "webhook_secret", "private_key")  # fmt: skip
+_MAYBE_FIELDS = frozenset({"token", "secret", "pwd", "bearer", "bearer_token"})
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_LONGEST_FIELD = 80
+
+
+def field_level(name: object) -> int:
+    """What a field's name says of its content: 2 = a secret, 1 = one where it looks like one (`token` may be a word), 0 = nothing."""
+    return _level(name) if isinstance(name, str) and 3 <= len(name) <= _LONGEST_FIELD else 0
+
+
+@lru_cache(4096)
+def _level(name: str) -> int:
+    plain = _HUMP.sub("_", name).lower().replace("-", "_")
+    if plain in SECRET_FIELDS or plain.replace("_", "") in SECRET_FIELDS:
+        return 2
+    if plain.endswith(_SECRET_ENDS):
+        return 2
+    return 1 if plain in _MAYBE_FIELDS or plain.endswith(("_password", "_secret")) else 0
+
+
+def is_secret(level: int, value: str) -> bool:
+    """Whether the text of a field of that level is a secret: not an empty text, nor the words or the one word of something else."""
+    if level == 2:
+        return len(value) >= 6
+    if level == 0 or len(value) < 8 or any(c.isspace() for c in value) or value[0] in "$%<{/":
+        return False
+    return (len(value) >= 12 and _mixed(value)) or (len(value) >= 24 and value.isalnum())
 
 
 def key_spans(text: str) -> Spans:
@@ -99,7 +136,7 @@ def key_spans(text: str) -> Spans:
                 if anchor in text:
                     found += (match.span() for match in pattern.finditer(text))
     if "sk-" in text:
-        found += (match.span() for match in _SK.finditer(text) if not _is_words(match.group()))
+        found += (match.span() for match in _SK.finditer(text) if _is_sk(match, text))
     if "-----BEGIN " in text:
         found += _pem(text)
     if "://" in text and "@" in text:
@@ -107,6 +144,8 @@ def key_spans(text: str) -> Spans:
     lower = text.lower()
     if "bearer" in lower or "authorization" in lower:
         found += (match.span(1) for match in _BEARER.finditer(text) if _mixed(match.group(1)) and not _is_code(match.group(1)))
+        found += (match.span(1) for match in _BEARER_HEADER.finditer(text) if not match.group(1).upper().startswith(("YOUR", "EXAMPLE")))
+        found += (match.span(1) for match in _BEARER_LETTERS.finditer(text) if _restless(match.group(1)))
     for anchor in _ASSIGNED_ANCHORS:
         if anchor in lower:
             found += (match.span(4) for match in _ASSIGNED.finditer(text) if _assigned(match))
@@ -117,6 +156,30 @@ def key_spans(text: str) -> Spans:
 def _is_words(key: str) -> bool:
     """Whether what looks like a key is a name of a style sheet or a slug: words and small numbers with hyphens between."""
     return all(part == "" or _WORDS.fullmatch(part) for part in re.split("[-_]", key)) and max(map(len, re.split("[-_]", key))) < 20
+
+
+def _is_sk(match: re.Match[str], text: str) -> bool:
+    """Whether `sk-...` is a key; what stands right before it (`key_sk-`, `KEYsk-`, but also `task-`, `disk-`) asks for more."""
+    key, start = match.group(), match.start()
+    if _is_words(key):
+        return False
+    before = text[start - 1 : start]
+    if not (before.isascii() and (before.isalnum() or before in ("_", "-"))):
+        return True
+    parts = [part for part in re.split("[-_]", key) if len(part) >= 16]
+    if before in ("_", "-"):
+        return any(map(_mixed, parts))
+    glued = _BEFORE_SK.search(text[max(0, start - 17) : start])
+    if glued is None:
+        return False  # in the midst of base64
+    if glued.group(1).lower().endswith(("key", "token", "bearer", "secret")) or key.startswith(_SK_KINDS):
+        return any(map(_mixed, parts))
+    return any(_mixed(part) and part.lower() != part != part.upper() for part in parts)
+
+
+def _restless(letters: str) -> bool:
+    """Whether letters change between upper and lower case as those of a random word do, and those of a camelCase name don't."""
+    return sum(a.isupper() != b.isupper() for a, b in pairwise(letters)) > 0.4 * len(letters)
 
 
 def _mixed(value: str) -> bool:
@@ -131,7 +194,7 @@ def _assigned(match: re.Match[str]) -> bool:
     if not quote and _is_code(value):
         return False
     if password:
-        return any(not c.isalpha() for c in value)
+        return value[0] not in "/~" and any(not c.isalpha() for c in value.rstrip(".!?:"))
     if not quote and _DOTTED.fullmatch(value) and not _scrambled(value):
         return False
     return len(value) >= 16 and _mixed(value) and not value.upper().startswith(("YOUR", "MY_", "EXAMPLE", "<"))
@@ -203,7 +266,7 @@ _PHONE_NANP = re.compile(
     r"(?<![\w.+\-/*])(?:1[ .\-])?(?:\([2-9][0-9]{2}\) ?|[2-9][0-9]{2}[ .\-])[2-9][0-9]{2}[.\-][0-9]{4}(?![\w\-/*^]|\.[0-9])"
 )
 _PHONE_LABEL = re.compile(
-    r"(?i)(?<![a-z])(?:tel(?:ephone)?|phone|mobile|cell(?:phone)?|fax|whatsapp|hotline)(?:[ ](?:number|no))?[.:#]{0,2}"
+    r"(?i)(?<![a-z])(?:tel(?:ephone)?|phone|mobile|cell ?phone|fax|whatsapp|hotline)(?:[ ](?:number|no))?[.:#]{0,2}"
     r"(?:[ ](?:is|at))?[:=]?[\s\"']{0,3}(\(?[0-9][0-9 .()\-/]{5,18}[0-9])(?![\w%]|[.,][0-9])"
 )
 _BEFORE_SIGN = re.compile(r"(?:[0-9)]|[0-9a-z][\]}]|(?<![A-Za-z])[A-Za-z])$")
@@ -221,7 +284,7 @@ def phone_spans(text: str) -> Spans:
                 found.append(match.span())
     found += (match.span() for match in _PHONE_NANP.finditer(text))
     lower = text.lower()
-    if any(word in lower for word in ("tel", "phone", "mobile", "cell", "fax", "whatsapp", "hotline")):
+    if any(word in lower for word in ("tel", "phone", "mobile", "fax", "whatsapp", "hotline")):
         for match in _PHONE_LABEL.finditer(text):
             digits = sum(c.isdigit() for c in match.group(1))
             if 7 <= digits <= 15:

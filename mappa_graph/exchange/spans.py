@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from ..agent import _NAME
 from ..errors import MappaError
 
 KINDS = {
@@ -28,6 +29,10 @@ KINDS = {
 }  # fmt: skip
 """What each kind of span is to us. Whatever is neither a model nor a tool is a step that encloses them."""
 
+_NAMED = ("mappa_agent", "mappa_policy", "lc_agent_name", "agent")
+"""Metadata that names an agent or a policy."""
+_BAD_IN_NAME = re.compile(r"[^A-Za-z0-9_.-]|\.(?=\.)|(?<=\.)\.")
+_LONGEST_NAME = 100
 _DIGITS = re.compile(r"-?\d+(\.\d+)?\Z")
 
 
@@ -64,6 +69,8 @@ class Span:
     """`{key, score, value, comment, source, id}`; `source` is human, model or code."""
     parent: Span | None = None
     children: list[Span] = field(default_factory=list)
+    said: Any = None
+    """What a model's outputs were read as, once they were."""
     place: int = 0
     """Its place among the spans as they came, which breaks ties of time."""
 
@@ -82,11 +89,16 @@ class Notes:
         if self.strict:
             raise ImportProblem(f"{what}: {where}" if where else what, hint=hint or "import without --strict to count and go on")
 
+    def mended(self, what: str, where: str) -> None:
+        """Counts what no import stops for, strict or not, since nothing of the trace was lost."""
+        self.counts[what] += 1
+        self.examples.setdefault(what, where)
+
 
 def seconds(value: Any) -> float | None:
     """A time as unix seconds: a number (seconds, or milli-, micro-, nanoseconds by its size), an ISO text, a datetime; else None."""
-    if isinstance(value, str):
-        if _DIGITS.match(value):
+    if value.__class__ is str:
+        if value[4:5] != "-" and _DIGITS.match(value):
             value = float(value)
         else:
             try:
@@ -95,12 +107,47 @@ def seconds(value: Any) -> float | None:
                 return None
     if isinstance(value, datetime):
         return (value if value.tzinfo is not None else value.replace(tzinfo=UTC)).timestamp()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        value = float(value)
+    except OverflowError:
+        return None
+    if not math.isfinite(value) or value < 0:
         return None
     for limit, unit in ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3)):
         if value > limit:
             return float(value / unit)
     return float(value)
+
+
+def name_of(value: Any) -> str:
+    """An id or name as text that can be written anywhere: lone surrogates, which UTF-8 can't hold, are spelled out."""
+    text = value if value.__class__ is str else str(value)
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _is_name(name: str) -> bool:
+    return bool(_NAME.fullmatch(name)) and ".." not in name and len(name) <= _LONGEST_NAME
+
+
+def safe_name(value: Any, notes: Notes) -> str:
+    """The name of an agent or policy from data, by the rule of `Agent`: it may become a folder's. What was mended is counted."""
+    name = name_of(value)
+    if _is_name(name):
+        return name
+    made = _BAD_IN_NAME.sub("_", name)[:_LONGEST_NAME]
+    if not made[:1].isalnum():
+        made = f"x{made}"[:_LONGEST_NAME] if made.strip("._-") else "unnamed"
+    notes.mended("name of an agent or policy that can't be one (mended)", f"{name[:80]!r} is now {made!r}")
+    return made
+
+
+def _metadata(value: Any, notes: Notes) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        return {}
+    bad = {k: safe_name(value[k], notes) for k in _NAMED if isinstance(value.get(k), str) and value[k] and not _is_name(value[k])}
+    return {**value, **bad} if bad else value
 
 
 def span_of(data: Mapping[str, Any], notes: Notes, place: int = 0) -> Span | None:
@@ -124,12 +171,12 @@ def span_of(data: Mapping[str, Any], notes: Notes, place: int = 0) -> Span | Non
     metadata, params, usage = data.get("metadata"), data.get("params"), data.get("usage")
     tags, error = data.get("tags"), data.get("error")
     return Span(
-        id=str(id), trace_id=str(trace), parent_id=None if data.get("parent_id") is None else str(data["parent_id"]),
-        name=str(data.get("name") or known), kind=known, start=start, end=end, inputs=data.get("inputs"), outputs=data.get("outputs"),
-        error=None if error is None or error == "" else str(error), metadata=metadata if isinstance(metadata, dict) else {},
+        id=name_of(id), trace_id=name_of(trace), parent_id=None if data.get("parent_id") is None else name_of(data["parent_id"]),
+        name=name_of(data.get("name") or known), kind=known, start=start, end=end, inputs=data.get("inputs"), outputs=data.get("outputs"),
+        error=None if error is None or error == "" else str(error), metadata=_metadata(metadata, notes),
         tags=tags if isinstance(tags, list | tuple) else (), params=params if isinstance(params, dict) else {},
         usage=usage if isinstance(usage, dict) else {},
-        tool_call_id=None if data.get("tool_call_id") is None else str(data["tool_call_id"]),
+        tool_call_id=None if data.get("tool_call_id") is None else name_of(data["tool_call_id"]),
         feedback=data.get("feedback") or (), place=place,
     )  # fmt: skip
 

@@ -8,11 +8,13 @@ which an import knows not to take it for a person's.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +28,7 @@ from .limits import Missing, patient, status_of
 
 _NAMESPACE = uuid.UUID("6d617070-6167-5261-8068-666565646261")
 _COMMENT = 4000
-_MLFLOW_SPAN = re.compile(r"(.+):([0-9a-f]{16})\Z")
+_MLFLOW_SPAN = re.compile(r"(tr-.+):([0-9a-f]{16})\Z")
 
 
 @dataclass
@@ -80,20 +82,19 @@ class LangSmithTarget:
 
     def place(self, trace: EpisodeTrace, action: Action, session: str | None) -> Any:
         try:
-            run, root = uuid.UUID(action.id.split(":", 1)[0]), uuid.UUID(trace.episode.id)
+            run = uuid.UUID(action.id.split(":", 1)[0])
         except ValueError:
             return None
-        return run, root, session or self._session
+        return run, session or self._session
 
     def write(self, place: Any, key: str, verdict: Verdict, comment: str, remote: str | None) -> str | None:
-        run, root, session = place
+        run, session = place
         id = uuid.uuid5(_NAMESPACE, f"{run}/{key}")
 
         def send() -> None:
             about = {"by": OURS, "coach": verdict.coach, "scale": "0..10", "blame": list(verdict.blame)}
             if remote is None:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
+                with _quiet():
                     try:
                         self.client.create_feedback(
                             run,
@@ -101,7 +102,6 @@ class LangSmithTarget:
                             score=verdict.score,
                             comment=comment,
                             feedback_id=id,
-                            trace_id=root,
                             session_id=session,
                             source_info=about,
                             feedback_source_type="model",
@@ -115,6 +115,23 @@ class LangSmithTarget:
 
         patient(send, "writing feedback to LangSmith")
         return str(id)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The SDK warns of what it will ask for one day, and logs each refusal with its traceback, also those that are asked again."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return record.msg != "Error creating feedback"
+
+    logger = logging.getLogger("langsmith.client")
+    logger.addFilter(wanted)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeFilter(wanted)
 
 
 class MlflowTarget:
@@ -134,15 +151,13 @@ class MlflowTarget:
 
     def place(self, trace: EpisodeTrace, action: Action, session: str | None) -> Any:
         match = _MLFLOW_SPAN.match(action.id)
-        return None if match is None or match.group(1) != trace.episode.id else (match.group(1), match.group(2))
+        return None if match is None else (match.group(1), match.group(2))
 
     def write(self, place: Any, key: str, verdict: Verdict, comment: str, remote: str | None) -> str | None:
         import mlflow
         from mlflow.entities import AssessmentSource, Feedback
 
         trace_id, span_id = place
-        if self._uri is not None and mlflow.get_tracking_uri() != self._uri:
-            mlflow.set_tracking_uri(self._uri)
         source = AssessmentSource(source_type="LLM_JUDGE", source_id=verdict.coach or OURS)
         metadata = {"by": OURS, "scale": "0..10", "action": f"{trace_id}:{span_id}"}
 
@@ -171,7 +186,24 @@ class MlflowTarget:
             )
             return str(made.assessment_id)
 
-        return patient(send, "writing an assessment to MLflow")
+        with _tracking(self._uri):
+            return patient(send, "writing an assessment to MLflow")
+
+
+@contextmanager
+def _tracking(uri: str | None) -> Iterator[None]:
+    """MLflow's functions speak to the process's one tracking store: the app's own setting comes back."""
+    import mlflow
+
+    before = mlflow.get_tracking_uri()
+    if uri is None or uri == before:
+        yield
+        return
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(before)
 
 
 def write_back(

@@ -56,8 +56,6 @@ class Jsonl:
         self._file.write(row + b"\n")
 
     def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
 
 
@@ -81,7 +79,7 @@ class Arrow:
         self._end()
 
     def _flush(self) -> None:
-        import pyarrow as pa
+        import pyarrow as pa  # type: ignore[import-untyped]
 
         if not self._rows:
             return
@@ -103,7 +101,7 @@ def open_writer(kind: As, path: Path, columns: Mapping[str, str], rich: bool) ->
         return Jsonl(path)
     pa = arrow()
     if kind == "parquet":
-        import pyarrow.parquet as pq
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
         parquet = pq.ParquetWriter(path, schema(columns, rich), compression="zstd")
         return Arrow(columns, rich, parquet.write_table, parquet.close)
@@ -166,8 +164,24 @@ def features(columns: Mapping[str, str], rich: bool) -> dict[str, Any]:
     return {name: of(kind) for name, kind in columns.items()}
 
 
+def check_place(path: Path, kind: As, *, ours: bool, force: bool) -> None:
+    """Raises `ConfigError` where an export would overwrite what is not one. `ours`: its card lies beside it."""
+    if not path.exists():
+        return
+    if path.is_dir() != (kind == "datasets"):
+        raise ConfigError(f"{path} is a {'folder' if path.is_dir() else 'file'}, which {kind} can't replace", hint="give another path")
+    if path.is_dir() and any(path.iterdir()) and not any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+        raise ConfigError(f"the folder {path} holds other things than a dataset", hint="give a new folder")
+    if not ours and not force:
+        raise ConfigError(f"{path} exists, and no export wrote it", hint="give another path, or overwrite it: --force")
+
+
 def replace(aside: Path, final: Path) -> None:
-    """Puts what was written aside in its place."""
+    """Puts what was written aside in its place, once it is on the disk."""
+    for part in sorted(aside.rglob("*")) if aside.is_dir() else [aside]:
+        if part.is_file():
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
     if not aside.is_dir():
         aside.replace(final)
         return

@@ -53,16 +53,14 @@ def main() -> None:
             started = time.perf_counter()
             generate(traces, asked.actions)
             print(f"generated {traces.stat().st_size / 2**20:,.0f} MB in {time.perf_counter() - started:.0f} s")
-        print(f"{'stage':8} {'actions':>10} {'seconds':>9} {'actions/s':>10} {'peak MB':>8}   result")
+        print(f"{'stage':8} {'actions':>10} {'seconds':>9} {'CPU s':>8} {'actions/s':>10} {'peak MB':>8}   result")
         for stage in STAGES:
             if asked.interrupt:
                 print(f"{stage:8} killed after {interrupted(stage, asked, folder):.1f} s")
             found = child(stage, asked, folder)
             rate = asked.actions / found["seconds"]
-            print(
-                f"{stage:8} {asked.actions:>10,} {found['seconds']:>9.1f} {rate:>10,.0f} {found['peak_mb']:>8,.0f}   {found['result']}",
-                flush=True,
-            )
+            numbers = f"{found['seconds']:>9.1f} {found['cpu']:>8.1f} {rate:>10,.0f} {found['peak_mb']:>8,.0f}"
+            print(f"{stage:8} {asked.actions:>10,} {numbers}   {found['result']}", flush=True)
         print(f"files: {', '.join(f'{p.name} {p.stat().st_size / 2**20:,.0f} MB' for p in sorted(folder.rglob('*')) if p.is_file())}")
     finally:
         if not asked.keep:
@@ -118,8 +116,9 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
         pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(35)
     else:
         result = stage(asked)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"seconds": time.perf_counter() - started, "peak_mb": peak, "result": result}
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    spent = {"seconds": time.perf_counter() - started, "cpu": used.ru_utime + used.ru_stime}
+    return {**spent, "peak_mb": used.ru_maxrss / 1024, "result": result}
 
 
 class Shown:
@@ -138,6 +137,7 @@ def import_stage(asked: argparse.Namespace) -> str:
     from mappa_graph.exchange.files import FileSource
     from mappa_graph.exchange.importer import import_traces
     from mappa_graph.exchange.redact import Redactor
+    from mappa_graph.store import TraceStore
 
     shown = Shown("imported")
     done = import_traces(
@@ -147,7 +147,9 @@ def import_stage(asked: argparse.Namespace) -> str:
         environment="orders",
         progress=lambda found: shown(found.actions, asked.actions),
     )
-    return f"{done.traces:,} traces, {done.actions:,} actions, {done.executions:,} executions"
+    with TraceStore(asked.run / "trace.db", read_only=True) as store:
+        total = store.counts()
+    return f"{done.actions:,} actions imported, {total['actions']:,} in the store, of {total['episodes']:,} traces"
 
 
 def coach_stage(asked: argparse.Namespace) -> str:

@@ -135,7 +135,8 @@ def test_bad_lines_are_counted_and_named_and_end_a_strict_import_only(tmp_path: 
     odd = json.dumps({"id": "odd", "messages": odd_chat}, ensure_ascii=False)
     huge = json.dumps({"id": "huge", "messages": [{"role": "user", "content": "y" * 3_000_000}, {"role": "assistant", "content": "x"}]})
     lines = [
-        good, b"", b"nonsense", odd.encode("latin-1"), b'["no", "object"]', b'{"id": "mute", "messages": [{"role": "user", "content": "hi"}]}',
+        good, b"", b"nonsense", odd.encode("latin-1"), b'["no", "object"]',
+        b'{"id": "mute", "messages": [{"role": "user", "content": "hi"}]}',
         b'{"id": "empty", "messages": []}', huge.encode(), other, good[: len(good) // 2],
     ]  # fmt: skip
     (tmp_path / "bad.jsonl").write_bytes(b"\n".join(lines))
@@ -281,6 +282,16 @@ async def test_mixed_traces_of_a_large_file_are_sorted_on_disk(tmp_path: Path) -
         import_traces(FileSource(write(tmp_path / f"{name}.jsonl", rows), tmp_path / name), tmp_path / name)
         want[name] = {t.episode.id: t for t in stored(tmp_path / name)}
     assert want["sorted"] == want["mixed"] == want["torn"] and len(want["sorted"]) == 3
+    # The rest of a trace is appended to a file that was imported: the trace is put together, and stays so.
+    grown = write(tmp_path / "grown.jsonl", [*first[:5], *(r for t in others for r in t)])
+    import_traces(FileSource(grown, tmp_path / "grown"), tmp_path / "grown")
+    with open(grown, "a") as file:  # noqa: ASYNC230
+        file.write("".join(json.dumps(r) + "\n" for r in first[5:]))
+    for path in (grown, grown, tmp_path / "torn.jsonl"):
+        run = tmp_path / path.stem
+        done = import_traces(FileSource(path, run), run)
+        assert (done.traces, done.failed) == (0, 0)
+        assert {t.episode.id: t for t in stored(run)} == want["sorted"]
     assert not any(name.endswith(".spool") for folder in want for name in os.listdir(tmp_path / folder))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from langchain_core.tracers.langchain import LangChainTracer
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, StateGraph
+from langgraph.types import Command, interrupt
 from langsmith import Client
 
-from mappa_graph import TraceStore
+from mappa_graph import CoachCallback, TraceStore, mark
 from mappa_graph.errors import ConfigError
 from mappa_graph.exchange.files import FileSource
 from mappa_graph.exchange.importer import Imported, Importer, import_traces
 from mappa_graph.exchange.langsmith import LangSmithSource
 from mappa_graph.record import EpisodeTrace
+from tests.fakes.apps import Numbered, Words, chat
 from tests.fakes.langsmith import LangSmith
 from tests.fakes.normal import normal
 from tests.fakes.openai_server import OpenAIServer
@@ -130,9 +135,14 @@ async def test_a_killed_import_goes_on_and_a_second_one_adds_nothing(server: Ope
         done = import_traces(LangSmithSource("production", run, client=client_of(service)), run, agents=loop(server).agents)
         assert (done.traces, done.known, done.actions) == (0, 4, 0)
         await traced(service, [fan(server)])
+        # What began over an hour before the latest known trace is not asked for again, unless it is.
+        for old in [r for r in service.runs.values() if r["trace_id"] != list(service.runs.values())[-1]["trace_id"]]:
+            old["start_time"] = (datetime.fromisoformat(old["start_time"]) - timedelta(days=1)).isoformat()
         done = import_traces(LangSmithSource("production", run, client=client_of(service)), run)
-        assert (done.traces, done.known) == (1, 4)
+        assert (done.traces, done.known) == (1, 0)
         assert len(stored(run)) == 5
+        done = import_traces(LangSmithSource("production", run, client=client_of(service)), run, again=True)
+        assert (done.traces, done.known) == (0, 5)
 
 
 async def test_a_trace_that_grew_is_stored_anew_and_a_live_record_is_left(server: OpenAIServer, tmp_path: Path) -> None:
@@ -206,3 +216,86 @@ async def test_agents_are_named_by_node_paths_where_models_carry_no_mark(server:
         assert done["none"].agents == {"solver": 2, "critic": 2}
         assert done["paths"].agents == {"solver": 2, "other": 2}
         assert {(a.agent, a.policy) for a in stored(tmp_path / "paths")[0].actions} == {("solver", "shared"), ("other", "other")}
+
+
+async def test_a_run_that_was_interrupted_and_resumed_is_one_episode(server: OpenAIServer, tmp_path: Path) -> None:
+    server.reply = Numbered()
+    model = mark(chat(server, "solver"), "solver")
+
+    async def ask(state: Words) -> Any:
+        return {"words": [(await model.ainvoke("go")).content]}
+
+    async def wait(state: Words) -> Any:
+        said = (await model.ainvoke("more?")).content
+        return {"words": [f"{said} {interrupt('really?')}"]}
+
+    graph = StateGraph(Words).add_node("ask", ask).add_node("wait", wait).add_edge(START, "ask").add_edge("ask", "wait")
+    with LangSmith() as service:
+        client = Client(api_url=service.url, api_key=KEY, auto_batch_tracing=True)
+        app = graph.compile(checkpointer=InMemorySaver())
+        async with CoachCallback(None, store=tmp_path / "live" / "trace.db") as callback:
+            for number in range(2):
+                config: Any = {"configurable": {"thread_id": f"t{number}"}}
+                config["callbacks"] = [callback, LangChainTracer(client=client, project_name="production")]
+                await app.ainvoke({"words": []}, config)
+                await app.ainvoke(Command(resume="yes"), config)
+            await callback.drain()
+        client.flush(timeout=60)
+        client.cleanup()
+        live = {t.episode.id: t for t in stored(tmp_path / "live")}
+        run = tmp_path / "run"
+        for traces in (4, 0):
+            done = import_traces(LangSmithSource("production", run, client=client_of(service)), run)
+            assert (done.traces, done.updated) == (traces, 0)
+            found = {t.episode.id: t for t in stored(run)}
+            assert {id: normal(t) for id, t in found.items()} == {id: normal(t) for id, t in live.items()}
+            assert {id: t.edges for id, t in found.items()} == {id: t.edges for id, t in live.items()}
+        # More became known of a first half: the whole is built again, once.
+        first = next(iter(live))
+        service.say(first, "note", 1)
+        import_traces(LangSmithSource("production", run, client=client_of(service)), run)
+        assert {t.episode.id: normal(t) for t in stored(run)} == {id: normal(t) for id, t in live.items()}
+
+
+JUNK: list[Any] = [
+    None, 0, -1, 1e308, float("nan"), 10**40, "", "x" * 50, [], {}, [[]], {"a": {}}, True, [1, "2", {"role": "user"}],
+    {"lc": 1, "kwargs": {}}, {"lc": 1, "kwargs": {"type": []}}, {"type": "ai"}, {"type": "ai", "content": 5, "id": []},
+    {"role": 3, "content": {}}, "Send(", ["user"], "Send(node='a', arg=",
+    {"graph": 1, "update": 2, "resume": 3, "goto": 4}, {"generations": [None]}, {"choices": [None, 1]},
+    "\ud800", "GraphInterrupt(", "2026-13-45",
+    {"tool_calls": [1, {"function": 3}, {"id": {}}], "role": "assistant"},
+    {"content": None, "type": "tool", "tool_call_id": {}, "id": []},
+]  # fmt: skip
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values inside a value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield (*at, key)
+        yield from places(inner, (*at, key))
+
+
+async def test_junk_anywhere_in_a_run_never_ends_an_import(server: OpenAIServer, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    with LangSmith() as service:
+        await traced(service, [SHAPES["agent"](server), fan(server)])
+        by_trace: dict[str, list[Any]] = {}
+        for run in service.runs.values():
+            by_trace.setdefault(run["trace_id"], []).append(run)
+    count = 150
+    with open(tmp_path / "bad.jsonl", "w") as file:  # noqa: ASYNC230
+        for number in range(count):
+            runs = json.loads(json.dumps(rng.choice(list(by_trace.values()))))
+            for _ in range(rng.randint(1, 6)):
+                run = rng.choice(runs)
+                path = rng.choice(list(places(run)))
+                value = run
+                for key in path[:-1]:
+                    value = value[key]
+                value[path[-1]] = rng.choice(JUNK)
+            for run in runs:
+                file.write(json.dumps({**run, "trace_id": f"t{number}"}) + "\n")
+    done = import_traces(FileSource(tmp_path / "bad.jsonl", tmp_path, format="langsmith"), tmp_path)
+    assert done.failed == 0 and done.traces + done.empty == count and done.traces > count * 0.9
+    assert len(stored(tmp_path)) == done.traces and done.problems

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 from mappa_graph import TraceStore, Verdict
 from mappa_graph.errors import ConfigError
@@ -150,3 +153,33 @@ async def test_verdicts_become_assessments_once_and_human_ones_become_labels(uri
     (trace,) = stored(tmp_path)
     assert trace.episode.outcome is not None and trace.episode.outcome.success
     assert trace.verdicts[first.id].score == 9.0
+
+
+async def test_a_server_is_read_and_written_as_its_store_is(
+    uri: str, server: OpenAIServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = await traced("tools-served", server)
+    monkeypatch.setenv("_MLFLOW_SERVER_FILE_STORE", uri)
+    monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", str(tmp_path / "artifacts"))
+    from mlflow.server.fastapi_app import app
+
+    running = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    try:
+        while not running.started:
+            await asyncio.to_thread(threading.Event().wait, 0.01)
+        url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
+        done = await asyncio.to_thread(lambda: import_traces(MlflowSource("tools-served", uri=url), tmp_path))
+        (trace,) = stored(tmp_path)
+        assert normal(trace) == normal(live) and done.traces == 1
+        with TraceStore(tmp_path / "trace.db") as store:
+            store.add_verdict(trace.episode.id, trace.actions[0].id, Verdict(6.0, "so so"))
+        written = await asyncio.to_thread(lambda: write_back(tmp_path, MlflowTarget(uri=url)))
+        assert written.written == 1
+    finally:
+        running.should_exit = True
+        thread.join(10)
+    assert mlflow.get_tracking_uri() == uri
+    (one,) = mlflow.get_trace(trace.episode.id).info.assessments
+    assert (one.feedback.value, one.rationale) == (6.0, "so so")

@@ -201,6 +201,6 @@ def test_rl_rows_take_a_step_of_the_on_policy_trainer(load, model, kind):
 
 def test_a_rows_json_is_what_the_card_says(load, tmp_path):
     load("kto", "jsonl")
-    card = json.loads((tmp_path / "kto.card.json").read_text())
+    card = json.loads((tmp_path / "kto.jsonl.card.json").read_text())
     first = json.loads((tmp_path / "kto.jsonl").read_text().splitlines()[0])
     assert list(first) == [column["name"] for column in card["columns"]]

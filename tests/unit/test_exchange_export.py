@@ -149,6 +149,8 @@ def test_strata_are_balanced_down_to_the_rarest(store, tmp_path):
     assert made.card["by"]["stratum"] == {"even": 12, "odd": 12}
     assert made.card["left_out"]["balance: even"] == 12
     again = export(store, "sft", tmp_path / "b2.jsonl", options=Options(balance="stratum"))
+    tokens = export(store, "rl", tmp_path / "t.jsonl", samples=SAMPLES, options=Options(balance="agent"), filters=Filters(strata=("odd",)))
+    assert tokens.card["by"]["agent"] == {"solver": 6, "writer": 6}
     assert (tmp_path / "b.jsonl").read_bytes() == (tmp_path / "b2.jsonl").read_bytes()
     assert again.card["files"][0]["sha256"] == made.card["files"][0]["sha256"]
 
@@ -169,7 +171,7 @@ def test_a_held_out_file_of_an_earlier_export_does_not_stay(store, tmp_path):
     export(store, "sft", tmp_path / "d.jsonl", options=Options(heldout=0.4))
     assert (tmp_path / "d-heldout.jsonl").exists()
     export(store, "sft", tmp_path / "d.jsonl")
-    assert sorted(path.name for path in tmp_path.glob("*d*") if path.is_file()) == ["d.card.json", "d.card.md", "d.jsonl"]
+    assert sorted(path.name for path in tmp_path.glob("*d*") if path.is_file()) == ["d.jsonl", "d.jsonl.card.json", "d.jsonl.card.md"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
@@ -188,7 +190,7 @@ def test_the_same_store_and_options_give_the_same_bytes(store, tmp_path, kind, f
 def test_the_card_says_what_is_there(store, tmp_path):
     rules = redactor("email", ["ticket=T-[0-9]+"])
     made = export(store, "sft", tmp_path / "c.parquet", filters=Filters(min_score=5.0), options=Options(heldout=0.3), redactor=rules)
-    card = json.loads((tmp_path / "c.card.json").read_text())
+    card = json.loads((tmp_path / "c.parquet.card.json").read_text())
     assert card == json.loads(json.dumps(made.card))
     for file in card["files"]:
         data = (tmp_path / file["name"]).read_bytes()
@@ -201,7 +203,7 @@ def test_the_card_says_what_is_there(store, tmp_path):
     assert card["licence"].startswith("not set")
     assert [rule["rule"] for rule in card["redaction"]] == ["keys", "ticket", "email"]
     assert (card["scores"]["count"], card["scores"]["min"]) == (30, 5.0)
-    page = (tmp_path / "c.card.md").read_text()
+    page = (tmp_path / "c.parquet.card.md").read_text()
     assert all(
         text in page for text in ("30 rows", "`sft`", "ticket", "T-[0-9]+", card["files"][0]["sha256"], "load_dataset", "**Licence:**")
     )
@@ -213,7 +215,7 @@ def test_an_agents_name_cant_break_the_card(tmp_path):
     trace = replace(trace, actions=tuple(replace(a, agent=bad) for a in trace.actions))
     with TraceStore(run_of(tmp_path / "run", tasks=0, extra=[trace]) / "trace.db") as store:
         export(store, "sft", tmp_path / "c.jsonl")
-    page = (tmp_path / "c.card.md").read_text()
+    page = (tmp_path / "c.jsonl.card.md").read_text()
     assert "<script>" not in page
     assert "\n# evil" not in page
 
@@ -305,7 +307,7 @@ def test_the_work_file_of_a_killed_export_holds_no_key(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             export(store, "sft", tmp_path / "out" / "a.jsonl", progress=interrupt_at("write"))
     left = list((tmp_path / "out").iterdir())
-    assert any(path.name == ".a.work" for path in left)
+    assert any(path.name == ".a.jsonl.work" for path in left)
     assert not any(KEY.encode() in path.read_bytes() for path in left)
 
 
@@ -329,7 +331,7 @@ def test_texts_that_no_reader_can_hold_are_mended(tmp_path):
     trace = replace(trace, actions=(replace(solved, tool_calls=use),))
     with TraceStore(run_of(tmp_path / "run", tasks=0, extra=[trace]) / "trace.db") as store:
         export(store, "sft", tmp_path / "a.parquet")
-        export(store, "sft", tmp_path / "a.jsonl", force=True)
+        export(store, "sft", tmp_path / "a.jsonl")
     said = lines(tmp_path / "a.jsonl")[0]["completion"][0]
     assert said["content"] == "half a pair \ufffd, nul \0, and a wide 😀"
     assert [call["function"]["arguments"] for call in said["tool_calls"]] == [{"n": str(2**80), "s": "\ufffd"}, "not json", "[" * 3000]
@@ -397,18 +399,33 @@ def test_other_options_or_another_store_begin_anew(tmp_path, monkeypatch):
 
 
 def test_a_spoiled_work_file_is_begun_anew(store, tmp_path):
-    (tmp_path / ".x.work").write_bytes(b"not a database, and longer than a header would be" * 20)
+    (tmp_path / ".x.jsonl.work").write_bytes(b"not a database, and longer than a header would be" * 20)
     assert export(store, "sft", tmp_path / "x.jsonl").rows == 36
-    assert not (tmp_path / ".x.work").exists()
+    assert not (tmp_path / ".x.jsonl.work").exists()
 
 
-def test_a_file_that_no_export_wrote_is_not_overwritten(store, tmp_path):
+def test_what_no_export_wrote_is_not_overwritten(store, tmp_path):
     (tmp_path / "x.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match="no export wrote it"):
         export(store, "sft", tmp_path / "x.jsonl")
     assert (tmp_path / "x.jsonl").read_text() == "mine"
     export(store, "sft", tmp_path / "x.jsonl", force=True)
     assert export(store, "dpo", tmp_path / "x.jsonl").rows
+
+
+def test_no_force_replaces_a_folder_of_other_things(store, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years")
+    (tmp_path / "home.jsonl").mkdir()
+    (tmp_path / "file").write_text("")
+    for out, said in (("home", "holds other things"), ("home.jsonl", "is a folder"), ("file/x.jsonl", "can't make the folder")):
+        with pytest.raises(ConfigError, match=said):
+            export(store, "sft", tmp_path / out, force=True)
+    with pytest.raises(ConfigError, match="holds other things"):
+        export(store, "sft", tmp_path / "home", force=True, options=Options(heldout=0.3))
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years"
+    export(store, "sft", tmp_path / "data")
+    assert export(store, "dpo", tmp_path / "data").rows
 
 
 @pytest.mark.parametrize(
@@ -458,7 +475,7 @@ def test_the_command_writes_the_file_and_says_what_was_left_out(command, tmp_pat
                    "--redact", "email,phone", "--redact-pattern", "ward=ward [0-9]+")  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "score" in done.output
-    card = json.loads((tmp_path / "data" / "sft.card.json").read_text())
+    card = json.loads((tmp_path / "data" / "sft.parquet.card.json").read_text())
     assert card["filters"]["since"] == "2026-02-03T00:00:00+00:00"
     assert [rule["rule"] for rule in card["redaction"]] == ["keys", "ward", "email", "phone"]
     assert out.exists()
@@ -467,7 +484,7 @@ def test_the_command_writes_the_file_and_says_what_was_left_out(command, tmp_pat
 def test_the_command_makes_returns_with_the_trainer(command, tmp_path):
     done = command("--format", "rl", "--out", tmp_path / "rl.jsonl", "--gamma", 0.25, "--normalise", "agent", "-q")
     assert done.exit_code == 0, done.output
-    assert "gamma=0.25" in json.loads((tmp_path / "rl.card.json").read_text())["options"]["returns"]
+    assert "gamma=0.25" in json.loads((tmp_path / "rl.jsonl.card.json").read_text())["options"]["returns"]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,62 @@ def test_secrets_are_known_by_what_stands_around_them(text, clean):
     assert Redactor().text(text) == clean
 
 
+LONE = "abcdefghijklmnopqrstuvwxyzabcdefgh"
+
+
+@pytest.mark.parametrize(
+    ("record", "clean"),
+    [
+        ({"token": "abc123def456ghi7"}, {"token": "[KEY]"}),
+        ({"secret": "tok_live_abc123"}, {"secret": "[KEY]"}),
+        ({"api_token": "anything"}, {"api_token": "[KEY]"}),
+        ({"openaiApiKey": "anything"}, {"openaiApiKey": "[KEY]"}),
+        ({"MY_SERVICE_API_KEY": "anything"}, {"MY_SERVICE_API_KEY": "[KEY]"}),
+        ({"password": ["hunter22", {"old": "hunter21"}]}, {"password": ["[KEY]", {"old": "[KEY]"}]}),
+        ({"credentials": {"password": 12345678}}, {"credentials": {"password": "[KEY]"}}),
+        ({"apiKey": {"value": "hunter22"}}, {"apiKey": {"value": "[KEY]"}}),
+        ([{"name": "x-api-key", "value": "anything"}], [{"name": "x-api-key", "value": "[KEY]"}]),
+        ([{"key": "Authorization", "value": "Basic zzz"}], [{"key": "Authorization", "value": "[KEY]"}]),
+    ],
+)
+def test_fields_named_for_secrets_are_emptied_whatever_they_hold(record, clean):
+    assert Redactor()({"input": record}) == {"input": clean}
+    assert Redactor()({"input": clean}) == {"input": clean}
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        (f"key_{KEYS[0]}", "key_[KEY]"),
+        (f"my-{KEYS[1]} x", "my-[KEY] x"),
+        (f"KEY{KEYS[0]}", "KEY[KEY]"),
+        (f"prod{KEYS[2]}", "prod[KEY]"),
+        (f"Authorization: Bearer {LONE[:20]}", "Authorization: Bearer [KEY]"),
+        ("use bearer aBcDeFxYzQwErTyUiOpAsDfGh now", "use bearer [KEY] now"),
+        ('api_token="abcdef0123456789"', 'api_token="[KEY]"'),
+    ],
+)
+def test_keys_are_found_behind_what_they_are_glued_to(text, clean):
+    assert Redactor().text(text) == clean
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"logprobs": [{"token": " responsibilities", "logprob": -0.5}, {"token": "12345678901234", "logprob": -1}]},
+        {"token": 12345678, "tokens": [12345678], "total_tokens": 123456, "secret": "the butler did it", "password": 0, "cookie": True},
+        {"properties": {"password": {"type": "string", "description": "the password of the user"}}, "required": ["password"]},
+        {"properties": {"api_key": {"anyOf": [{"type": "string"}, {"type": "null"}], "title": "Your api key"}}},
+        {"name": "add", "value": "anything at all"}, {"key": "user_score", "value": "good"},
+        "task-550e8400-e29b-41d4-a716-446655440000 and disk-0a1b2c3d4e5f6a7b8c9d0e and risk-assessment-of-2024-and-2025",
+        "bearer authenticationHandlerFactoryOfRequests and Authorization: Bearer your_access_token_here",
+        "task-sk-fading-circle-wrap-small",
+    ],
+)  # fmt: skip
+def test_fields_and_words_that_only_look_like_secrets_stay(record):
+    assert Redactor()({"input": record}) == {"input": record}
+
+
 HARMLESS = [
     "3.14159265358979323846 and 2^64 = 18446744073709551616", "x = [1, 2, 3]; y = x[::2] + x[1::3]", "12/25/2024 at 10:30:45, 2024-12-25",
     "415 - 555 = -140, 415-555 = -140, (415 + 555) * 2671 = 2590870", "1,234,567.89 + 1 234 567 = ?", "x +14155552671 and 5 + 12345678901",
@@ -76,7 +132,9 @@ HARMLESS = [
     "bearer of responsibilities-and-more-than-one", "hash 550e8400-e29b-41d4-a716-446655440000", "sha256 " + "a3" * 32,
     "std::vector<int> v; a::b::c; ::1", "ISBN 978-3-16-148410-0", "lines 100-200, pages 415-555", "7 + 8 = 15 (see eq. 12.34.56)",
     "matrix [[415, 555, 2671], [4111, 1111, 1111]]", "[KEY] [EMAIL] [PHONE] [CARD] [IP]", "phone = models.CharField(max_length=20)",
-    "tel aviv 2024 and cell 1234", "+1 +2 +3 +4 +5 +6 +7 +8 +9", "1e-10 +1.5e+10", "f'{x:+012345678.2f}'",
+    "tel aviv 2024 and cell 1234", "+1 +2 +3 +4 +5 +6 +7 +8 +9", "1e-10 +1.5e+10", "PWD=/home/ann/project_2", "password: required.",
+    "cell 1234567 of column 89", "access_token = create_access_token(data={'sub': user})",
+    "private_key = rsa.generate_private_key(public_exponent=65537)", "f'{x:+012345678.2f}'",
 ]  # fmt: skip
 
 
