@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import mathchat
+    from . import dsbench, mathchat
 
-__all__ = ["mathchat"]
+__all__ = ["dsbench", "mathchat"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -46,6 +47,7 @@ class Desk:
             are never told.
         handed_in: the file that is handed in.
         submission_bytes: the largest such file that is read.
+        look_s: seconds that the looks after one run may take in all; files that are then left have none. A pickle may take any time.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Desk:
         grade: Callable[[str | None], Outcome] | None = None,
         handed_in: str = SUBMISSION,
         submission_bytes: int = SUBMISSION_BYTES,
+        look_s: float = 10.0,
     ) -> None:
         self.box = box
         self.facts: Facts = facts or {}
@@ -69,6 +72,7 @@ class Desk:
         self._grade = grade
         self._handed_in = handed_in
         self._limit = submission_bytes
+        self._look_s = look_s
         self._declared = tuple(name for agent in agents for name in (*agent.reads, *agent.writes))
         self._looks: dict[str, dict[str, Any]] = {}
         given = given or {}
@@ -89,7 +93,7 @@ class Desk:
             self._looks.pop(change.path, None)
         changed = [c.path for c in execution.files if c.change != "deleted" and c.path.lower().endswith(_TABLES)]
         changed.sort(key=lambda path: (not self._is_declared(path), path))
-        seen = [await self._look(path) for path in changed[:_LOOKS]]
+        seen = await self._look_at(changed[:_LOOKS])
         concerned = [name for agent in self._team if agent.name == self.acting for name in (*agent.reads, *agent.writes)]
         missing = {name: self.ledger.who_owed(name).reason for name in self.missing(concerned)}
         task = {key: value for key, value in self.facts.items() if key in _TOLD}
@@ -134,11 +138,21 @@ class Desk:
             notes.append(FileNote(name=path, size=last.change.size, by=last.agent, shows=in_words(self._looks.get(path, {}))))
         return sorted(notes, key=lambda note: (bool(note["by"]), note["name"]))
 
-    async def _look(self, path: str) -> dict[str, Any]:
+    async def _look_at(self, paths: Sequence[str]) -> list[dict[str, Any]]:
+        end = time.monotonic() + self._look_s
+        seen = []
+        for path in paths:
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            seen.append(await self._look(path, left))
+        return seen
+
+    async def _look(self, path: str, timeout_s: float) -> dict[str, Any]:
         try:
-            preview: Preview = await self.box.preview(path)
-        except MappaError as error:  # a look that fails must not cost the run that it describes
-            preview = Preview(path, error=f"it could not be looked at: {error}")
+            preview: Preview = await self.box.preview(path, timeout_s=timeout_s)
+        except MappaError as error:  # the sandbox's doing, not the file's: nothing is known of it, and the run stands
+            return {"name": path[:200], "unseen": str(error)[:_TEXT]}
         shown: dict[str, Any] = {"name": path[:200]}
         if preview.error:
             shown["error"] = preview.error[:_TEXT]
@@ -151,6 +165,7 @@ class Desk:
                 shown["columns"] = _shown_columns(names)
                 special = [name for name in (self.facts.get("id", ""), *self.facts.get("targets", [])) if name]
                 shown["holds"] = [name for name in special if name in names]
+                shown["dtypes"] = {column: dtype for column, dtype in preview.columns if column in special}
             else:
                 shown["head"] = preview.head[:_TEXT]
         self._looks[path] = shown

@@ -24,6 +24,7 @@ from .grading import grade_submission
 from .graph import build_graph
 from .metrics import environment_metrics
 from .prompts import TEAM, Prompts, Style, Visibility, check_style
+from .recipes import source_folders
 from .rules import RULES
 from .state import DSBenchInput
 from .tasks import load_tasks, sandbox_files
@@ -95,7 +96,9 @@ def environment(
     if tasks is not None and folder is not None:
         raise ConfigError("both tasks and folder are given", hint="folder is for the public benchmark's data")
     given, graded = files or sandbox_files, grade or grade_submission
-    settings = {"preload": PRELOAD, **sandbox} if isinstance(sandbox, Mapping) else {"preload": PRELOAD}
+    settings: dict[str, Any] = {"preload": PRELOAD, **(sandbox if isinstance(sandbox, Mapping) else {})}
+    if tasks is None and folder is None:
+        settings = {"hide": source_folders(), **settings}  # the tables that the built-in tasks were made from hold the answers
     own_pool = sandbox is None or isinstance(sandbox, Mapping)
     limits = pool_limits(settings) if own_pool else getattr(sandbox, "limits", None)
     told: dict[str, Any] = {}

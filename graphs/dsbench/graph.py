@@ -111,7 +111,8 @@ def build_graph(
     graph.add_edge(START, "begin")
     graph.add_edge("begin", names[0])
     for name, following in zip(names, [*names[1:], "hand_in"], strict=True):
-        graph.add_node(name, nodes[name])  # type: ignore[call-overload]
+        node: Any = nodes[name]  # which overload a node's type falls under is not the same in every version
+        graph.add_node(name, node)
         if style == "tools":
             graph.add_edge(name, following)
         else:

@@ -162,6 +162,16 @@ def other_name(case: Case) -> Finding | None:
     return Finding(f"saved {', '.join(strange[:4])}, but owes {', '.join(owed)}", delta=-2.0, ceiling=2.0, blame=(case.agent,))
 
 
+def task_file_changed(case: Case) -> Finding | None:
+    """Changed or deleted a file that came with the task: at most 2."""
+    made = {name for card in case.team for name in card.writes}
+    given = {name for card in case.team for name in card.reads if name not in made} | {"sample_submission.csv", "description.txt"}
+    touched = [change.path for change in case.files_after if change.path in given]
+    if not touched:
+        return None
+    return Finding(f"changed {', '.join(touched)}, which came with the task", delta=-4.0, ceiling=2.0, blame=(case.agent,))
+
+
 # --- the Modeler -----------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +217,18 @@ def submission_form(case: Case) -> Finding | None:
             return Finding(f"{what}, as has the {X_TEST} that it was given", floor=4.0, ceiling=5.0, blame=(writer,))
         return Finding(what, delta=-5.0, ceiling=2.0, blame=(case.agent,))
     return None
+
+
+def labels_for_probabilities(case: Case) -> Finding | None:
+    """Whole numbers where probabilities are asked for: at most 4. Such a submission can be graded, and says less than the model knows."""
+    if SUBMISSION not in written(case):
+        return None
+    at = known(case)
+    dtypes = at.files.get(SUBMISSION, {}).get("dtypes", {})
+    whole = [name for name in at.task.get("targets", ()) if str(dtypes.get(name, "")).startswith(("int", "uint", "bool"))]
+    if at.task.get("form") != "probability" or not whole:
+        return None
+    return Finding(f"hands in labels of {', '.join(whole)}, and probabilities are asked for", delta=-3.0, ceiling=4.0, blame=(case.agent,))
 
 
 def submission_grade(case: Case) -> Finding | None:
@@ -294,8 +316,10 @@ RULES = (
     files_that_dont_fit,
     unreadable,
     other_name,
+    task_file_changed,
     no_model,
     submission_form,
+    labels_for_probabilities,
     submission_grade,
     same_code,
     prose,

@@ -87,8 +87,8 @@ def reported(case: Case, paths: Sequence[str]) -> bool:
 
 
 def failing_agents(case: Case) -> tuple[str, ...]:
-    """Agents whose last known execution in the episode ended badly."""
-    ends: dict[str, bool] = {}
+    """Agents whose last known execution ended badly; for one that a teammate's missing file stopped, who owes it."""
+    blame: dict[str, tuple[str, ...]] = {}
     for agent, executions in (
         *((s.agent, s.executions) for s in case.before),
         (case.agent, case.executions),
@@ -96,8 +96,17 @@ def failing_agents(case: Case) -> tuple[str, ...]:
     ):
         last = last_execution(executions)
         if last is not None:
-            ends[agent] = last.status == "ok"
-    return tuple(agent for agent, ok in ends.items() if not ok)
+            blame[agent] = () if last.status == "ok" else _owed_to(case, agent, last) or (agent,)
+    return tuple(dict.fromkeys(name for names in blame.values() for name in names))
+
+
+def _owed_to(case: Case, agent: str, last: Execution) -> tuple[str, ...]:
+    """Who owes the file that an agent's last run did not find; nobody, where it failed otherwise."""
+    if last.error is None or last.error.type not in _FILE_ERRORS:
+        return ()
+    reads = next((c.reads for c in case.team if c.name == agent), ())
+    needed = [path for path in reads if _bare(path) in last.error.message]
+    return tuple(c.name for c in case.team if c.name != agent and any(matches(p, w) or matches(w, p) for p in needed for w in c.writes))
 
 
 _BOXED = re.compile(r"\\boxed\s*\{")

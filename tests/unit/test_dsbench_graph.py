@@ -9,12 +9,13 @@ from langchain_core.messages import AIMessage
 from mappa_graph import Agent, Task
 from mappa_graph.errors import ConfigError, SandboxError, TaskError
 from mappa_graph.graphs import dsbench
-from mappa_graph.graphs.dsbench.box import Desk, DSBenchContext
+from mappa_graph.graphs.dsbench.box import WORKSPACE, Desk, DSBenchContext
 from mappa_graph.graphs.dsbench.catalogue import CATALOGUE, expand, right
 from mappa_graph.graphs.dsbench.demonstrations import demonstrations, statistics
 from mappa_graph.graphs.dsbench.factory import grade_state
 from mappa_graph.graphs.dsbench.facts import facts_of, table
 from mappa_graph.graphs.dsbench.graph import build_graph
+from mappa_graph.graphs.dsbench.rules import noted
 from mappa_graph.graphs.dsbench.text import says_done, summary_of
 from mappa_graph.record import Execution, ExecutionErrorInfo, FileChange
 from mappa_graph.sandboxes import Preview
@@ -40,6 +41,8 @@ class Box:
         return Execution("e", "ok", code=code, stdout=f"ran {code}", files=tuple(changes))
 
     async def preview(self, name, rows=5, timeout_s=20.0):
+        if "broken" in name:
+            raise SandboxError("no helper could be started")
         return Preview(name, type="text")
 
     async def get(self, name, limit=None):
@@ -105,6 +108,18 @@ async def test_thinking_is_neither_run_nor_passed_on():
     state, box, prompts = await run([f"<think>{code('fail')} secret</think>Ready.\nDONE"], ["DONE"])
     assert box.ran == [] and "secret" not in json.dumps([state, prompts])
     assert state["summaries"][0] == {"agent": "first", "text": "Ready."} and "Ready." in prompts["second"][0][1]
+
+
+async def test_looks_are_bounded_in_number_and_time_and_one_that_fails_costs_nothing():
+    names = " ".join(f"f{i}.pkl" for i in range(9))
+    desk = Desk(Box(), [Agent("a", writes=["f8.pkl"])])
+    execution = await desk.run(f"write {names} notes.txt broken.pkl")
+    looked = [look["name"] for look in noted(execution, WORKSPACE)["files"]]
+    assert looked[0] == "f8.pkl" and len(looked) == 6 and "notes.txt" not in looked  # declared files come first
+    failed = noted(await desk.run("write broken.csv"), WORKSPACE)["files"]
+    assert failed == [{"name": "broken.csv", "unseen": "no helper could be started"}]
+    hurried = await Desk(Box(), look_s=0.0).run("write a.pkl")
+    assert noted(hurried, WORKSPACE)["files"] == [] and hurried.status == "ok"
 
 
 async def test_a_second_task_on_the_same_thread_starts_afresh():

@@ -1,6 +1,7 @@
 """The pipeline's rules on cases made by hand: what each fault looks like, and what must not be taken for one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -139,6 +140,23 @@ def test_the_columns_may_stand_in_any_order_and_a_refused_submission_is_the_anal
     verdict = COACH.judge(case("analyst", run([submission], extra=f"\n{refused}"), before=[DATA, FITTED]))
     assert verdict.score <= 2 and "unknown_label" in verdict.reason and verdict.blame == ("analyst",)
     assert COACH.judge(case("analyst", run([submission]), before=[DATA, FITTED])).score >= 8
+
+
+@pytest.mark.parametrize("change", ["changed", "deleted"])
+def test_the_tasks_own_files_are_left_alone(change):
+    execution = run(GOOD)
+    touched = (*execution.files, FileChange("test.csv", change, 3, "x"))
+    verdict = COACH.judge(case("data_engineer", replace(execution, files=touched)))
+    assert verdict.score <= 2 and verdict.blame == ("data_engineer",) and "test.csv" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "fine"), [("probability", "float64", True), ("probability", "int64", False), ("label", "int64", True)]
+)
+def test_labels_where_probabilities_are_asked_for_are_half_a_fault(form, dtype, fine):
+    submission = look("submission.csv", 5, ["id", "y"], dtypes={"id": "int64", "y": dtype})
+    verdict = COACH.judge(case("analyst", run([submission], task={**TASK, "form": form}), before=[DATA, FITTED]))
+    assert (verdict.score >= 8) if fine else (verdict.score <= 4 and verdict.blame == ("analyst",))
 
 
 def test_the_same_code_again_is_a_fault_only_where_nothing_else_stops_it():
