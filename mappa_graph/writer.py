@@ -25,7 +25,11 @@ _GROUP = 512
 _LARGE = 65_536
 """Tokens of one group from which on packing them is left to the thread."""
 _CHECKPOINT = 8 << 20
-"""Bytes written on loops after which the log is folded into the database; four times as many make the loops wait for that."""
+_ANEW = 4 * _CHECKPOINT
+_MOST = 2 * _ANEW
+"""Bytes written on loops after which the log is copied into the database, which nobody waits for; after which the loops stand aside for
+the rest of it, so that the log begins anew: two syncs to disk, which calls of that moment wait for; and after which they wait in any
+case."""
 
 
 class CallWriter:
@@ -58,6 +62,7 @@ class CallWriter:
         self._queue: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._written = 0
+        self._folded = 0
         self._folding = False
         self.closed = False
 
@@ -132,7 +137,7 @@ class CallWriter:
 
     def _commit_quickly(self, rows: Rows) -> bool:
         """Whether the rows are committed; where not, nothing of them is kept."""
-        if self._written > 4 * _CHECKPOINT or not self._turn.acquire(blocking=False):
+        if (self._written > _MOST and self._folding) or not self._turn.acquire(blocking=False):
             return False
         try:
             if self._quick is None:
@@ -151,7 +156,7 @@ class CallWriter:
         finally:
             self._turn.release()
         self._written += sum(len(row[9]) + len(row[12]) for row in rows) + 1024 * len(rows)
-        if self._written > _CHECKPOINT and not self._folding:
+        if self._written - self._folded > _CHECKPOINT and not self._folding:
             self._folding = True
             with self._lock:
                 if not self.closed:
@@ -200,16 +205,21 @@ class CallWriter:
                 self._fold()
 
     def _fold(self) -> None:
-        """Checkpoints the log. Loops go on writing meanwhile, and stand aside for the rest, so that the log can begin anew."""
+        """Checkpoints the log while the loops go on writing to it, and now and then all of it."""
+        written, anew = self._written, False
         # A checkpoint that fails is made up for by the next, and by any other connection's.
         with contextlib.suppress(sqlite3.Error, OSError):
             if self._folder is None and self._connect is not None:
                 self._folder = self._connect()
             if self._folder is not None:
                 self._folder.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-                with self._turn:
-                    self._folder.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-        self._written = 0
+                anew = self._written > _ANEW
+                if anew:
+                    with self._turn:
+                        self._folder.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        self._folded = written
+        if anew:
+            self._written = self._folded = 0
         self._folding = False
 
 

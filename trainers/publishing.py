@@ -34,6 +34,20 @@ async def publish(run: Run, version: int) -> None:
         _drop_old_weights(run.folder / "weights" / policy, keep=version)
 
 
+async def check_engine(run: Run) -> None:
+    """Before anything is sampled: the engine must give the trainer's log-probs for the first weights of every policy.
+
+    Raises `EngineError` where they differ by more than what dtypes explain: other weights, another tokenizer's ids, a wrong scaling.
+    An engine that only passes an upstream's replies on may not be able to score; the first batch's mismatch then says the same, later.
+    """
+    if run.config.train.control == "no_training" or run.config.engine.kind == "upstream":
+        return
+    for policy in run.policies:
+        canary = await asyncio.to_thread(run.trainer.canary, policy, probe=True)
+        assert canary is not None
+        await run.gateway.verify(policy, canary)
+
+
 def write_weights(trainer: ReinforceTrainer, policy: str, folder: Path, *, merged: bool = False, checked: bool = True) -> Path:
     """Writes a policy's present weights.
 
@@ -62,8 +76,8 @@ def _connect(run: Run, policy: str) -> None:
             f"engine.vllm.transfer {options.transfer!r} sends from one training process, and {trainer.ranks.count} train together",
             hint="set engine.vllm.transfer to 'shared'",
         )
-    if not engine.sends(policy):
-        engine.send_from(policy, TrainerSender(options.transfer, lambda: trainer.learner(policy).body.model))
+    kind = options.transfer
+    engine.send_from(policy, lambda: TrainerSender(kind, lambda: trainer.learner(policy).body.model))
 
 
 def _drop_old_weights(folder: Path, *, keep: int) -> None:

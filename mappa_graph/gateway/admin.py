@@ -7,6 +7,7 @@ to know: the key opens `/admin` alone; clients' API keys don't, and without the 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hmac
 import json
 import os
@@ -53,8 +54,8 @@ class Admin:
             deployment = self._admitted(request)
             try:
                 body = await request.json()
-            except ValueError as error:
-                raise RequestRefused(f"the body is not JSON: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise RequestRefused(f"the body is not JSON: {type(error).__name__}") from error
             if not isinstance(body, dict):
                 raise RequestRefused(f"the body is a {type(body).__name__}, not an object")
             try:
@@ -91,11 +92,23 @@ class Admin:
                 path.unlink()
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Holds a deployment's folder. Raises `GatewayError` where another process holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".serving").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise GatewayError(f"another deployment runs in {folder}", hint="end it, or give another folder: --run FOLDER") from error
+        yield
+
+
 async def _publish(deployment: Deployment, body: dict[str, Any]) -> Any:
     weights, share, source = body.get("weights"), body.get("share", 1.0), body.get("source", "")
     if not isinstance(weights, str) or not weights:
         raise RequestRefused(f"weights is {weights!r}; give the path of a folder", param="weights")
-    if isinstance(share, bool) or not isinstance(share, int | float):
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise RequestRefused(f"share is {share!r}; give a number above 0 and at most 1", param="share")
     if not isinstance(source, str):
         raise RequestRefused(f"source is {source!r}; give a text", param="source")
@@ -172,7 +185,10 @@ def _address(where: Path | str) -> tuple[str, str]:
     path = Path(where) / CONTROL
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        os.kill(int(data["pid"]), 0)  # a file that a crash left behind must not send its key to whoever has the port now
         return str(data["url"]), str(data["key"])
+    except ProcessLookupError:
+        raise GatewayError(f"the deployment in {where} has ended without a word", hint="start it again: mappa-graph serve CONFIG") from None
     except FileNotFoundError:
         raise GatewayError(f"no deployment runs in {where}", hint="start one: mappa-graph serve CONFIG --run FOLDER") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

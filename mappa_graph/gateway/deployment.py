@@ -22,6 +22,7 @@ from typing import Any
 from ..errors import EngineError, GatewayError
 from .engine import Canary
 from .server import Gateway
+from .versions import Trial
 
 HISTORY = "deployment.json"
 CANARY = "canary.json"
@@ -67,34 +68,73 @@ class Deployment:
         self.first = dict(first)
         self.releases: list[Release] = []
         self._given: dict[str, int] = {}
+        self._lost: dict[str, tuple[int, Trial | None]] = {}
+        """What this start could not serve again, by policy."""
+        self._first: dict[str, str] = {}
         self._started = time.time()
 
     async def restore(self) -> dict[str, str]:
-        """Serves again what an earlier start of this deployment served; returns policy -> why it could not, where it could not."""
+        """Serves again what an earlier start of this deployment served; returns policy -> why it could not, where it could not.
+
+        What could not be served again stays in the history, for a start that can.
+
+        Raises `GatewayError` for a history that can't be read, or first weights that are not those of the earlier start: version 0
+        would then mean two things in the record.
+        """
+        await asyncio.to_thread(self.folder.mkdir, parents=True, exist_ok=True)
+        digests = {policy: await asyncio.to_thread(_digest, Path(folder)) for policy, folder in self.first.items()}
         path = self.folder / HISTORY
         if not path.exists():
+            self._first = digests
+            self._write()
             return {}
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
-            self.releases = [Release(**row) for row in kept["releases"]]
-            current: dict[str, int] = kept["current"]
-            trials: dict[str, list[Any]] = kept["trials"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.releases = [Release(**{**row, "weights": str(self._place(row["weights"]))}) for row in kept["releases"]]
+            current = {str(policy): int(version) for policy, version in kept["current"].items()}
+            trials = {str(policy): Trial(int(version), float(share)) for policy, (version, share) in kept["trials"].items()}
+            first = {str(policy): str(digest) for policy, digest in kept["first_digests"].items()}
+            self._given = {str(policy): int(version) for policy, version in kept["given"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise GatewayError(f"{path} can't be read: {type(error).__name__}: {error}", hint="move it away to start afresh") from error
+        other = [policy for policy, digest in first.items() if policy in digests and digests[policy] != digest]
+        if other:
+            raise GatewayError(
+                f"{self.folder} served other first weights of {', '.join(other)} before, and its record calls them version 0",
+                hint="start it as before and publish the new weights, or give another folder: --run FOLDER",
+            )
+        self._first = {**first, **digests}
+        await asyncio.to_thread(self._sweep)
         failed: dict[str, str] = {}
         for policy, version in current.items():
+            trial = trials.get(policy)
             wanted = [(version, 1.0)] if version else []
-            wanted += [(int(trials[policy][0]), float(trials[policy][1]))] if policy in trials else []
-            for number, share in sorted(wanted):
+            for number, share in sorted([*wanted, *([(trial.version, trial.share)] if trial else [])]):
                 release = self._release(policy, number)
                 try:
+                    if policy not in self.first:
+                        raise GatewayError(f"there is no policy {policy!r} any more")
                     if release is None or await asyncio.to_thread(_digest, Path(release.weights)) != release.digest:
                         raise EngineError(f"the weights of {policy}@v{number} are gone or were changed")
                     folder = Path(release.weights)
                     await self.gateway.publish(policy, folder, version=number, canary=read_canary(folder), share=share)
                 except (EngineError, GatewayError) as error:
                     failed[policy] = str(error)
+                    self._lost[policy] = (version, trial)
+        self._write()
         return failed
+
+    def _place(self, weights: str) -> Path:
+        """Where a release's weights lie: those inside the deployment's folder are written down relative to it, so that it may move."""
+        return Path(weights) if Path(weights).is_absolute() else self.folder / weights
+
+    def _sweep(self) -> None:
+        """Deletes what a crash left of a publish that never served."""
+        known = {(r.policy, r.of) for r in self.releases}
+        for folder in (self.folder / "releases").glob("*/*"):
+            number = folder.name[1:]
+            if not number.isdigit() or (folder.parent.name, int(number)) not in known:
+                shutil.rmtree(folder, ignore_errors=True)
 
     async def publish(self, policy: str, weights: Path, *, share: float = 1.0, source: str = "") -> Release:
         """Serves new weights: to all calls, or to a share of them.
@@ -109,9 +149,11 @@ class Deployment:
         own = self.folder / "releases" / policy / f"v{version}"
         await asyncio.to_thread(_copy, weights, own)
         try:
+            source = source.encode("utf-8", "replace").decode()
             return await self._serve(policy, version, own, share, source or str(weights), of=version, before=self._serving(policy))
         except BaseException:
-            shutil.rmtree(own, ignore_errors=True)
+            if version not in self.gateway.loaded().get(policy, {}):  # what serves keeps its files, whatever failed after
+                shutil.rmtree(own, ignore_errors=True)
             raise
 
     async def promote(self, policy: str) -> Release:
@@ -146,12 +188,19 @@ class Deployment:
 
     async def _serve(self, policy: str, version: int, weights: Path, share: float, source: str, *, of: int, before: int) -> Release:
         canary = read_canary(weights)
-        await self.gateway.publish(policy, weights, version=version, canary=canary, share=share)
         digest = await asyncio.to_thread(_digest, weights)
         release = Release(policy, version, str(weights), source, time.time(), canary is not None, of, before, digest)
         self.releases.append(release)
-        self._prune(policy)
+        try:
+            self._write()  # before the version can serve: a number in the record is never without its weights in the history
+            await self.gateway.publish(policy, weights, version=version, canary=canary, share=share)
+        except BaseException:
+            if version not in self.gateway.loaded().get(policy, {}):
+                self.releases.remove(release)
+            raise
+        self._lost.pop(policy, None)
         self._write()
+        await asyncio.to_thread(self._prune, policy)
         return release
 
     def status(self) -> dict[str, Any]:
@@ -165,6 +214,7 @@ class Deployment:
         return {
             "url": self.gateway.url,
             "engine": self.gateway.engine.name,
+            "adapters": self.gateway.engine.name == "vllm" and not getattr(self.gateway.engine, "swaps_in_place", False),
             "since": self._started,
             "at": time.time(),
             "policies": {
@@ -209,12 +259,26 @@ class Deployment:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self) -> None:
+        current, trials = self.gateway.versions(), self.gateway.trials()
+        for policy, (version, trial) in self._lost.items():
+            current[policy] = version
+            trials.pop(policy, None)
+            if trial is not None:
+                trials[policy] = trial
         data = {
-            "releases": [asdict(r) for r in self.releases],
-            "current": self.gateway.versions(),
-            "trials": {policy: [t.version, t.share] for policy, t in self.gateway.trials().items()},
+            "first": {policy: str(Path(folder).absolute()) for policy, folder in self.first.items()},
+            "first_digests": self._first,
+            "releases": [{**asdict(r), "weights": self._written(r.weights)} for r in self.releases],
+            "current": current,
+            "trials": {policy: [t.version, t.share] for policy, t in trials.items()},
+            "given": self._given,
         }
         write_aside(self.folder / HISTORY, json.dumps(data, indent=1) + "\n")
+
+    def _written(self, weights: str) -> str:
+        path = Path(weights).absolute()
+        folder = self.folder.absolute()
+        return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
 def read_canary(weights: Path) -> Canary | None:
@@ -223,8 +287,13 @@ def read_canary(weights: Path) -> Canary | None:
     if not path.is_file():
         return None
     try:
-        return Canary(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        canary = Canary(**json.loads(path.read_text(encoding="utf-8")))
+        if not all(isinstance(p, int | float) for p in (*canary.logprobs, canary.tolerance, canary.temperature)):
+            raise TypeError("a number is none")
+        if not all(isinstance(i, int) for i in (*canary.prompt_ids, *canary.completion_ids)):
+            raise TypeError("a token id is none")
+        return canary
+    except (ValueError, TypeError, RecursionError) as error:
         raise GatewayError(f"{path} is no canary: {error}", hint="write it again with the weights, or delete it") from error
 
 
@@ -245,7 +314,8 @@ def write_aside(path: Path, text: str, *, mode: int = 0o644) -> None:
 
 def _digest(weights: Path) -> str:
     whole = hashlib.sha256()
-    for path in sorted(weights.glob("*.safetensors")) if weights.is_dir() else ():
+    wanted = (*weights.glob("*.safetensors"), *weights.glob("adapter_config.json")) if weights.is_dir() else ()
+    for path in sorted(wanted):
         with path.open("rb") as file:
             whole.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return whole.hexdigest()

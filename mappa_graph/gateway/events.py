@@ -136,9 +136,9 @@ class _Run:
         if type(text) is not str:
             return False
         told = choice.get("logprobs")
-        entries = told["content"] if told else ()
-        ids = choice.get("token_ids", ())
-        if not entries or not ids or len(ids) != len(entries):
+        entries: Sequence[Any] = (told["content"] or ()) if told else ()
+        ids: Sequence[int] = choice.get("token_ids") or ()
+        if len(ids) != len(entries):
             return False
         self.parts.append(text)
         if len(ids) == 1:

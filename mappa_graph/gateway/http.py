@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
@@ -49,6 +49,8 @@ class _Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self.deadline = 0.0
+        self.then: Callable[[_Connection], None] | None = None
+        """Called at the end of a body that nobody reads any more."""
         self.used = False
         self.closed = False
         self.bounded = False
@@ -66,6 +68,8 @@ class _Connection(asyncio.Protocol):
         """Whether a byte of the answer has come."""
         self.headed = False
         self.done = False
+        self.over = False
+        self.then = None
         self.error: HttpError | None = None
 
     def send(self, data: bytes) -> None:
@@ -139,6 +143,8 @@ class _Connection(asyncio.Protocol):
             # A body that says neither its length nor its chunks ends with its connection.
             if self.headed and not self.done and not ("content-length" in self.headers or "transfer-encoding" in self.headers):
                 self.done = True
+        if self.then is not None:
+            self.then(self)
         self._wake()
 
     # -- the parser's side
@@ -157,6 +163,8 @@ class _Connection(asyncio.Protocol):
         self.size = 0
 
     def on_body(self, data: bytes) -> None:
+        if self.then is not None:
+            return
         self.parts.append(data)
         self.size += len(data)
 
@@ -166,6 +174,8 @@ class _Connection(asyncio.Protocol):
             self.reset()
         else:
             self.done = True
+            if self.then is not None:
+                self.then(self)
 
 
 class HttpStream:
@@ -188,6 +198,10 @@ class HttpStream:
                 return
             else:
                 await self._client._more(connection)
+
+    def over(self) -> None:
+        """What mattered of the body was read: its end, which is on its way, may come when nobody waits for it."""
+        self._connection.over = True
 
     async def read(self) -> bytes:
         connection = self._connection
@@ -222,6 +236,8 @@ class HttpClient:
         self._connect_timeout_s = connect_timeout_s
         self._idle: deque[_Connection] = deque()
         self._free = asyncio.Semaphore(max_connections)
+        self._ending: set[_Connection] = set()
+        self._stopped = False
         self._waiting: set[_Connection] = set()
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -250,8 +266,11 @@ class HttpClient:
             self._end(connection)
 
     async def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        self._stopped = True
+        for connection in (*self._idle, *self._ending):
+            connection.close()
+        self._idle.clear()
+        self._ending.clear()
         if self._sweep is not None:
             self._sweep.cancel()
 
@@ -260,6 +279,19 @@ class HttpClient:
         if connection is None:
             return
         if connection.reusable():
+            self._idle.append(connection)
+        elif connection.over and not connection.closed and connection.error is None:
+            connection.take()
+            connection.then = self._ended
+            self._ending.add(connection)
+        else:
+            connection.close()
+
+    def _ended(self, connection: _Connection) -> None:
+        """A connection whose last stream came to its end after its reader had left."""
+        connection.then = None
+        self._ending.discard(connection)
+        if connection.reusable() and not self._stopped:
             self._idle.append(connection)
         else:
             connection.close()

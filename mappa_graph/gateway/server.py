@@ -171,6 +171,16 @@ class Gateway:
             raise GatewayError(f"share is {share}", hint="give a number above 0, such as 0.1, and at most 1")
         return await self._on_loop(self._publish(policy, Path(weights), version, canary, share))
 
+    async def verify(self, policy: str, canary: Canary) -> int:
+        """Checks that the current version of a policy answers a canary, and returns it. Raises `EngineError` where it does not."""
+
+        async def verify() -> int:
+            version = self._running().versions.current[policy]
+            await self._check(policy, version, canary)
+            return version
+
+        return await self._on_loop(verify())
+
     async def promote(self, policy: str) -> int:
         """Gives all calls to the version on trial, and returns it. Raises `GatewayError` where none is."""
 
@@ -246,10 +256,10 @@ class Gateway:
         if len(got) != len(given) or not got:
             raise EngineError(f"the canary of {policy}@v{version} has {len(given)} log-probs, the engine gave {len(got)}")
         worst = max(abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf for a, b in zip(got, given, strict=True))
-        if worst > canary.tolerance:
+        if not worst <= min(canary.tolerance, 1.0):
             raise EngineError(
                 f"{policy}@v{version} failed its canary: log-probs differ by up to {worst:.3g} nats, {canary.tolerance:g} is allowed",
-                hint="the engine did not get the weights that the trainer has; the version before goes on serving",
+                hint="the engine does not have the weights that the trainer has; a version that served before goes on serving",
             )
 
     def _running(self) -> Service:

@@ -118,7 +118,7 @@ class UpstreamEngine:
             made = [_completion(choice, prompt_ids, request, None if i else usage) for i, choice in enumerate(data["choices"])]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EngineError(f"{self.base_url} sent a reply that is no chat completion: {type(error).__name__}: {error}") from error
-        if not any([c.prompt_ids for c in made]):
+        if not any(c.prompt_ids for c in made):
             made = [replace(c, completion_ids=(), logprobs=()) for c in made]
         return made
 
@@ -139,6 +139,7 @@ class UpstreamEngine:
                             ends.append(chunk)
                     if merger.error is not None:
                         raise EngineError(f"{self.base_url} failed in a stream: {merger.error}")
+                response.over()
             # The last chunks wait for the server's own count, which comes right behind: only tokens that are all there are kept.
             counted = merger.usage
             whole = merger.prompt_ids is not None and (counted is None or counted.get("completion_tokens") == merger.tokens)

@@ -4,13 +4,15 @@
 
 Prints one JSON object. `handler_us` is the time inside the handler's methods; `app_us` the wall time that an event adds to a graph of
 scripted models, the recording thread's included; `conversation_us` the handler's time for one model call with a history of that many
-turns; `slow_coach_s` how long a batch of runs takes without a coach, and with one that takes two seconds an action.
+turns; `slow_coach_s` how long a batch of runs takes without a coach, and with one that takes two seconds an action, which should be no
+more than 1.1 times as long plus one such latency (`at_most`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import sys
 import time
@@ -168,8 +170,10 @@ async def main() -> None:
         "app_us": round(added * 1e6, 1),
         "run_ms": {"plain": round(min(plain) * 1e3, 2), "recorded": round(min(recorded) * 1e3, 2)},
         "conversation_us": {turns: round(await conversation(turns) * 1e6, 1) for turns in (1, 10, 100, 400)},
-        "slow_coach_s": {"without": round(await batch(None), 2), "with": round(await batch(Slow()), 2)},
     }
+    without = await batch(None)
+    result["slow_coach_s"] = {"without": round(without, 2), "with": round(await batch(Slow()), 2), "at_most": round(1.1 * without + 2, 2)}
+    result["load_average"] = [round(load, 1) for load in os.getloadavg()]
     print(json.dumps(result, indent=1))
 
 

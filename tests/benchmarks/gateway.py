@@ -8,7 +8,8 @@ gateway's own HTTP client; it passes bytes on and records nothing. `httpx-proxy`
 `ChatOpenAI` does, or with `--ids` for token ids and log-probs as well.
 
 The one thing to know: rounds of the contestants alternate, every ratio is taken within a round, and what is printed is the median
-of the rounds' ratios: load on the machine hits all alike. `cpu ms` is the processor time of the server's process per call.
+of the rounds' ratios. `cpu_ms` is the processor time of the server's process per call, whose ratio is that of the throughputs where
+one core is the limit: on a machine with other work to do, trust that one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 
 class Upstream(asyncio.Protocol):
-    """Prepared bytes for each request, whatever it says: whole or streamed, all at once or (`"user": "late"`) the first chunk before the rest."""
+    """Prepared bytes for each request: whole or streamed, all at once or (`"user": "late"`) the first chunk before the rest."""
 
     def __init__(self, whole: bytes, chunks: list[bytes]) -> None:
         self._whole = whole
@@ -267,8 +268,8 @@ def request_bytes(stream: bool, *, ids: bool = False, late: bool = False) -> byt
 
 
 def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Processor time of all threads of a process."""
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 async def closed(port: int, pid: int, clients: int, seconds: float, request: bytes) -> Seen:
@@ -315,7 +316,7 @@ async def paced(port: int, pid: int, rate: float, seconds: float, request: bytes
             made.append((await loop.create_connection(lambda: Client(seen, request, free.append), "127.0.0.1", port))[1])
             free.append(made[-1])
         free.pop().ask(due)
-    while len(seen.whole) < count:
+    while len(seen.whole) < count:  # noqa: ASYNC110  an event would be set by each answer
         await asyncio.sleep(0.001)
     seen.rate = count / (time.perf_counter() - begun)
     seen.cpu = (cpu_seconds(pid) - cpu) * 1e3 / count
@@ -361,6 +362,7 @@ def ratios(label: str, rounds: dict[str, list[Seen]]) -> dict[str, Any]:
         made[f"{name} adds to the first byte ms"] = round(between(rounds, name, "direct", lambda a, b: first_p50(a) - first_p50(b)), 2)
     for other in [n for n in rounds if n not in ("direct", "gateway")]:
         made[f"gateway/{other} throughput"] = round(between(rounds, "gateway", other, lambda a, b: a.rate / b.rate), 2)
+        made[f"gateway/{other} throughput by processor time"] = round(between(rounds, "gateway", other, lambda a, b: b.cpu / a.cpu), 2)
     for key, value in list(made.items())[1:]:
         print(f"    {key}: {value}")
     return made

@@ -5,6 +5,7 @@ What is acknowledged goes into a pipe, a line each: the gateway's reply to a cal
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mappa_graph.gateway import Gateway
-from mappa_graph.record import Action, Episode, EpisodeTrace
+from mappa_graph.record import Action, Call, Episode, EpisodeTrace
 from mappa_graph.store import TraceStore
 from tests.fakes.engine import ScriptedEngine
 
@@ -44,3 +45,17 @@ def app(path: str, url: str, name: str, pipe: Connection) -> None:
             store.save_episode(EpisodeTrace(Episode(f"{name}-{number}"), actions=actions, edges=((0, 1),)))
             os.write(pipe.fileno(), f"episode {name}-{number}\n".encode())
             number += 1
+
+
+def writer(path: str, name: str, calls: int) -> None:
+    """A process that keeps calls in bursts, as a gateway does, and saves episodes between them, as an app does."""
+
+    async def work() -> None:
+        with TraceStore(path) as store:
+            for burst in range(calls // 5):
+                ids = [f"{name}-{burst}-{i}" for i in range(5)]
+                await asyncio.gather(*(store.aadd_calls([Call(id, "solver", 0, (1, 2), (3,), (-0.5,), "stop")]) for id in ids))
+                actions = tuple(Action(id, "t", "solver", "solver", i, call_id=id) for i, id in enumerate(ids))
+                await asyncio.to_thread(store.save_episode, EpisodeTrace(Episode(f"{name}-{burst}"), actions=actions))
+
+    asyncio.run(work())

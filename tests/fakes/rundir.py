@@ -106,6 +106,7 @@ def row(iteration: int, skill: float, rng: random.Random, *, evaluate: bool, tra
             "clip_share": abs(rng.gauss(0.01, 0.006)), "entropy": 1.3 - 0.75 * skill + rng.gauss(0, 0.03),
             "grad_norm": 0.9 - 0.3 * skill + abs(rng.gauss(0, 0.1)),
             "mismatch_kl": abs(rng.gauss(2e-6, 1e-6)), "lr": 1e-4, "tokens": 1900, "version": iteration,
+            "mismatch_abs": 1e-5, "weight_mean": 1.0, "ratio_max": 1.2 + skill / 10, "advantage_mean": 0.2 - 0.2 * k, "advantage_std": 1.0,
             "executions": {"ok": runs - bad, "error": bad, "timeout": 0} if runs else {},
             "errors": {"SyntaxError": bad // 2, "NameError": bad // 3, "ZeroDivisionError": bad - bad // 2 - bad // 3} if bad else {},
             "tool_use": 0.55 + 0.43 * skill if runs else 0.0,

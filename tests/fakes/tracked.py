@@ -1,6 +1,6 @@
 """A process that logs made-up rows to one tracker, as a run and its continuations do, and prints what each would be told of it.
 
-`python -m tests.fakes.tracked NAME RUN 3 1`: the rows of iterations 0 to 2, and then, as a run that is continued, row 3. Trackers keep
+`python -m tests.fakes.tracked NAME RUN 3 4`: the first three rows, and then, as a run that is continued, all of its four. Trackers keep
 state in their process and read their environment when they are imported, so tests give each a process of its own.
 """
 
@@ -15,14 +15,13 @@ from mappa_graph.trainers.trackers import Trackers
 
 def main(name: str, run: str, *parts: str) -> None:
     config = make_config({"run": run, "seed": 7, "loop": {"trackers": [name], "project": "tests"}, "train": {"lr": 0.25}})
-    said, iteration = [], 0
-    for part in parts:
+    said = []
+    for rows in parts:
         notes: list[str] = []
         trackers = Trackers(config, notes.append)
-        for _ in range(int(part)):
+        for iteration in range(int(rows)):
             agents = {"solver": {"kl": iteration / 4, "errors": {"Name Error": 2}, "score_mean": None}}
             trackers.log({"iteration": iteration, "agents": agents, "heldout": {"accuracy": 0.5, "ci95": [0.25, 0.75], "mode": "greedy"}})
-            iteration += 1
         trackers.close()
         said.append({"counts": trackers.counts()[name], "notes": notes})
     print(json.dumps(said))

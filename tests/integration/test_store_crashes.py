@@ -86,3 +86,24 @@ def test_fifty_kills_of_gateway_or_app_lose_nothing_acknowledged_and_leave_nothi
             assert len(trace.actions) == len(trace.calls) == 2 and trace.edges == ((0, 1),)
         for call in store.orphan_calls():
             assert call.completion_ids == (4, 5) and len(call.logprobs) == 2
+
+
+def test_processes_write_at_once_while_another_reads(tmp_path: Path) -> None:
+    path, calls = tmp_path / "t.db", 300
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.fakes.crash"])
+    with TraceStore(path) as store:
+        writers = [context.Process(target=crash.writer, args=(str(path), f"w{i}", calls), daemon=True) for i in range(3)]
+        for process in writers:
+            process.start()
+        seen = 0
+        while any(process.is_alive() for process in writers):
+            # Whatever is there is whole, and nothing that was seen goes away again.
+            traces = list(store.traces(newest_first=True, limit=20))
+            assert all(len(trace.calls) == len(trace.actions) == 5 for trace in traces)
+            count = store.counts()["calls"]
+            assert count >= seen
+            seen = count
+        assert [process.exitcode for process in writers] == [0, 0, 0]
+        assert store.counts()["calls"] == 3 * calls and store.counts()["episodes"] == 3 * calls / 5
+        assert list(store.orphan_calls()) == []

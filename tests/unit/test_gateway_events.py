@@ -50,6 +50,12 @@ def test_pieces_of_one_text_are_one_chunk_with_all_their_tokens() -> None:
     assert chunk.logprobs == (0.0, -1.0, -2.0, -3.0, -4.0) and chunk.prompt_ids == (7,) and chunk.content_logprobs is None
 
 
+def test_a_server_without_tokens_is_merged_as_well() -> None:
+    plain = [{"index": 0, "delta": {"content": text}, "finish_reason": None} for text in "abc"]
+    (chunk,) = merged(*plain)
+    assert chunk.delta == {"content": "abc"} and chunk.token_ids == () and chunk.logprobs == ()
+
+
 def test_the_log_prob_entries_that_the_client_wants_stay_in_order() -> None:
     (chunk,) = merged(choice({"content": "a"}, 1), choice({"content": "b"}, 2, 3), request=WITH_LOGPROBS)
     assert [entry["token"] for entry in chunk.content_logprobs] == ["1", "2", "3"]
@@ -75,7 +81,9 @@ def test_what_a_server_said_before_it_failed_is_given_out() -> None:
 
 def test_prompt_ids_come_with_the_first_chunk_of_each_index() -> None:
     merger = Merger(CHAT)
-    first = merger.chunks([encode({"prompt_token_ids": [7, 8], "choices": [choice({"content": "a"}, 1), choice({"content": "b"}, 2, index=1)]})])
+    first = merger.chunks(
+        [encode({"prompt_token_ids": [7, 8], "choices": [choice({"content": "a"}, 1), choice({"content": "b"}, 2, index=1)]})]
+    )
     later = merger.chunks([encode({"choices": [choice({"content": "c"}, 3)], "usage": {"completion_tokens": 3}})])
     assert [c.prompt_ids for c in first + later] == [(7, 8), (7, 8), None]
     assert merger.tokens == 3 and merger.usage == {"completion_tokens": 3}

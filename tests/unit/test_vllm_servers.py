@@ -258,16 +258,34 @@ async def test_going_back_from_what_serves_is_a_swap_to_the_version_before(make:
     assert engine.models() == {"solver": [1]}
 
 
-async def test_a_server_that_does_not_resume_is_an_error_and_is_tried_for_long(
+async def test_a_server_that_does_not_resume_is_replaced_by_one_with_the_version_before(
     make: Make, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_module, "_RESUME_TRIES", 3)
-    engine = make("full", ("solver",), max_restarts=0)
+    monkeypatch.setattr(control_module, "_RESUME_TRIES", 2)
+    engine = make("full", ("solver",))
     await engine.start()
+    tried = asyncio.ensure_future(engine.load("solver", 1, weights(tmp_path / "v1")))
     (place / "say").write_text("stuck")
-    with pytest.raises(EngineError):
-        await engine.load("solver", 1, weights(tmp_path / "v1"))
-    assert sum(row["path"] == "/resume" for row in asked(place)) >= 3
+    await until(lambda: engine.restarts == 1)
+    (place / "say").unlink()
+    await tried  # what was cut is done once more, by the new server
+    assert engine.serving("solver") == 1 and engine.restarts == 1
+    labels = [row["body"] for row in asked(place) if row["path"] == "/update_weight_version"]
+    assert labels == [{"new_version": "solver@v0"}] * 2
+
+
+async def test_a_cancelled_publish_ends_with_the_version_before(make: Make, place: Path, tmp_path: Path) -> None:
+    engine = make("full", ("solver",))
+    await engine.start()
+    publish = asyncio.ensure_future(engine.load("solver", 1, weights(tmp_path / "v1")))
+    await until(lambda: any(str(row["path"]).startswith("/pause") for row in asked(place)))
+    publish.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publish
+    assert engine.serving("solver") == 0
+    control = engine.server("solver").control
+    assert await control.get("/weight_info") == {"weight_version": "solver@v0"}
+    assert await control.get("/is_paused") == {"is_paused": False}
 
 
 async def test_weights_that_are_not_what_was_written_are_refused_before_the_server_is_asked(

@@ -22,6 +22,7 @@ from mappa_graph.store import TraceStore
 from tests.vllm.models import make_adapter, make_model
 
 HERE = Path(__file__).parent
+RUNNING: list[Gateway] = []
 T = TypeVar("T")
 
 
@@ -46,10 +47,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         missing = None
     except EngineError as error:
         missing = pytest.mark.skip(reason=str(error))
+    # One server at a time is enough for a small machine: who shares one comes together, who needs one of its own in between.
+    items.sort(key=_turn)
     for item in ours:
         item.add_marker(pytest.mark.vllm)
+        item.add_marker(pytest.mark.timeout(600))
         if missing is not None:
             item.add_marker(missing)
+
+
+def _turn(item: pytest.Item) -> tuple[bool, bool, bool]:
+    uses = getattr(item, "fixturenames", ())
+    return "full" in uses, "alone" in uses, "stopped" in item.name
 
 
 def on(gateway: Gateway, work: Coroutine[Any, Any, T]) -> T:
@@ -84,6 +93,17 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     return [make_adapter(root / f"a{i}", base, i, rank, targets) for i, (rank, targets) in enumerate(kinds)]
 
 
+@pytest.fixture
+def alone() -> None:
+    """No server of the session runs any more."""
+    _stop_all()
+
+
+def _stop_all() -> None:
+    while RUNNING:
+        RUNNING.pop().stop()
+
+
 def _options(**more: Any) -> VllmConfig:
     return VllmConfig(kv_cache_gib=1, start_timeout_s=280, **more)
 
@@ -92,17 +112,18 @@ def _options(**more: Any) -> VllmConfig:
 def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway over three policies that are adapters on one base."""
     root = tmp_path_factory.mktemp("lora")
-    engine = VllmEngine(
-        dict.fromkeys(("solver", "critic", "verifier"), base), _options(max_adapters=6), mode="lora", folder=root / "engine", ranks=[16]
-    )
+    engine = VllmEngine(dict.fromkeys(("solver", "critic", "verifier"), base), _options(), mode="lora", folder=root / "engine", ranks=[16])
     with TraceStore(root / "trace.db") as store, Gateway(engine, store) as gateway:
+        RUNNING.append(gateway)
         yield gateway
 
 
 @pytest.fixture(scope="session")
 def full(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway over one policy of whole weights."""
+    _stop_all()
     root = tmp_path_factory.mktemp("full")
     engine = VllmEngine({"solver": models[0]}, _options(), mode="full", folder=root / "engine")
     with TraceStore(root / "trace.db") as store, Gateway(engine, store) as gateway:
+        RUNNING.append(gateway)
         yield gateway

@@ -71,7 +71,7 @@ async def clients(gateway: Gateway, policies: Sequence[str], count: int = 64, to
             load.calls.append((call, begun, loop.time()))
 
     limits = httpx.Limits(max_connections=count)
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=280, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=500, limits=limits) as http:
         async with asyncio.TaskGroup() as group:
             for number in range(count):
                 group.create_task(client(number, http))

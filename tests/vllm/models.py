@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -16,15 +15,17 @@ POSITIONS = 256
 
 def make_model(folder: Path, seed: int, *, tied: bool, shards: bool = False) -> Path:
     """A random Llama whose heads are wide enough for vLLM's CPU kernels."""
-    from transformers import AutoModelForCausalLM
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     make_tiny_model(folder, seed, hidden=64, max_positions=POSITIONS)
-    if tied or shards:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
-        model = AutoModelForCausalLM.from_pretrained(folder)
+    if tied:
+        config = LlamaConfig.from_pretrained(folder)
+        config.tie_word_embeddings = True
         (folder / "model.safetensors").unlink()
-        model.save_pretrained(folder, max_shard_size="100KB" if shards else "5GB")
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100KB" if shards else "5GB")
     return folder
 
 

@@ -106,10 +106,11 @@ async def test_weights_that_break_off_half_loaded_are_replaced_by_those_that_ser
     shutil.copytree(models[2], broken)
     last = sorted(broken.glob("*.safetensors"))[-1]
     last.write_bytes(last.read_bytes()[:-64])  # its header is whole, so that this is found only when its turn comes
+    restarts = engine_of(full).restarts
     with pytest.raises(EngineError):
         await full.publish("solver", broken)
     await holds(full, models[1])
-    assert engine_of(full).restarts == 0
+    assert engine_of(full).restarts == restarts
     await full.publish("solver", models[2], canary=canary(models[2], tolerance=1e-4))
     await holds(full, models[2])
 

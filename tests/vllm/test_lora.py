@@ -118,11 +118,14 @@ async def test_what_is_no_adapter_for_this_server_is_refused_with_the_way_out(lo
     assert lora.versions() == before
 
 
-async def test_a_full_table_is_an_error_that_says_what_to_raise(lora: Gateway, adapters: list[Path]) -> None:
+async def test_a_full_table_is_an_error_that_says_what_to_raise(
+    lora: Gateway, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(lora)
+    monkeypatch.setattr("mappa_graph.gateway.vllm.engine.PLACE_WAIT_S", 0.2)
     taken: list[int] = []
-    with pytest.raises(EngineError, match=r"full: 6 of 6 hold (?s:.*)raise engine.vllm.max_adapters"):
-        for version in range(1000, 1007):
+    with pytest.raises(EngineError, match=r"full: 12 of 12 hold (?s:.*)raise engine.vllm.max_adapters"):
+        for version in range(1000, 1013):
             await aon(lora, engine.load("critic", version, adapters[0]))
             taken.append(version)
     assert taken

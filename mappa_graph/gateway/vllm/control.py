@@ -65,7 +65,8 @@ class Control:
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
         self.url = url
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=32, max_keepalive_connections=4, keepalive_expiry=2.0)
+        # A connection for each request: vLLM closes one on which something failed, and the next request would find it closed.
+        limits = httpx.Limits(max_connections=32, max_keepalive_connections=0)
         timeout = httpx.Timeout(timeout_s, connect=10.0)
         self._client = httpx.AsyncClient(base_url=url, headers=self.headers, timeout=timeout, limits=limits, trust_env=False)
 
@@ -210,15 +211,18 @@ class Control:
                 return int(float(line.rpartition(" ")[2]))
         raise EngineError(f"{self.url} does not count its steps")
 
-    async def score(self, name: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float) -> list[float]:
+    async def score(
+        self, name: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float, *, one_pass: bool = True
+    ) -> list[float]:
         """Log-prob of each completion id under `softmax(logits / temperature)`; at temperature 0 those of 1.
 
-        At temperature 1 in one pass over the tokens (`prompt_logprobs`, which know no temperature). At another one each token is what might
-        be sampled next after those before it, and the sampler is asked for its log-prob.
+        At temperature 1 in one pass over the tokens (`prompt_logprobs`, which know no temperature), unless told that this isn't safe. At
+        another one each token is what might be sampled next after those before it, and the sampler is asked for its log-prob.
         """
         if not completion_ids:
             return []
-        if temperature in (0.0, 1.0):
+        temperature = temperature or 1.0
+        if temperature == 1.0 and one_pass:
             return await self._score_pass(name, prompt_ids, completion_ids)
         prompts = [[*prompt_ids, *completion_ids[:i]] for i in range(len(completion_ids))]
         body = {

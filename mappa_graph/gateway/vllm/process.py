@@ -88,7 +88,9 @@ class Launch:
         made |= {flag: str(value) for flag, value in optional.items() if value is not None}
         switches = ["--enable-prefix-caching", "--disable-uvicorn-access-log", *(["--enable-lora"] if self.lora else [])]
         if cpu:
-            switches.append("--enforce-eager")
+            # A prompt that is cut over several steps ends a CPU server where its request has a seed ("CPU Generator does not use offset").
+            made["--max-num-batched-tokens"] = str(max(4096, length or 0))
+            switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
         return [word for pair in made.items() for word in pair] + switches + list(self.extra_args)
 
     def variables(self, key: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -158,7 +158,7 @@ class Server:
         self._ready.clear()
         self._suspect.set()
 
-    async def fail(self, error: EngineError) -> None:
+    def fail(self, error: EngineError) -> None:
         """For a server that is not ours to replace: it's not used until something else is published."""
         self._failed = error
 

@@ -1,4 +1,4 @@
-"""What runs inside the vLLM server: a weight-transfer engine over a shared path, and a guard before every endpoint.
+"""What runs inside the vLLM server: a weight-transfer engine over a shared path, a guard before every endpoint, a repair.
 
 vLLM finds `register` through an entry point in the group `vllm.general_plugins` and calls it in each of its processes; this file is
 put on the server's path, and nothing of it runs in ours. The one thing to know: no byte of a version is loaded before all of it was
@@ -14,6 +14,7 @@ import hmac
 import json
 import os
 import struct
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,37 @@ from typing import Any
 BACKEND = "mappa_shared"
 REFUSED = "refused before anything was loaded"
 RESUME_AFTER = b"x-mappa-resume-after"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _OPEN = frozenset({"/health", "/ping"})
 
 
 def register() -> None:
-    """Registers the weight-transfer engine; vLLM may call it more than once in a process."""
+    """Registers the weight-transfer engine, and mends adapters on a CPU; vLLM may call it more than once in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # type: ignore[import-not-found]
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
+    _mend_prompt_logprobs()
+
+
+def _mend_prompt_logprobs() -> None:
+    """Lets prompts be scored beside other requests where adapters are on.
+
+    vLLM's CPU wrapper adds an adapter's part of the head by the batch's requests, also where the rows are the tokens of one prompt
+    (`prompt_logprobs`); the shapes differ then, and the engine ends. Heads have no adapters here, so there is nothing to add.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU  # type: ignore[import-not-found]
+
+    original = PunicaWrapperCPU.add_lora_logits
+    if getattr(original, "mended", False):
+        return
+
+    def add_lora_logits(self: Any, y: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = x.reshape(-1, x.shape[-1]).shape[0]
+        return None if rows != self.sampler_indices.shape[0] else original(self, y, x, *args, **kwargs)
+
+    add_lora_logits.mended = True  # type: ignore[attr-defined]
+    PunicaWrapperCPU.add_lora_logits = add_lora_logits
 
 
 def check_files(folder: Path, files: dict[str, str]) -> None:
@@ -63,7 +86,7 @@ def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
 def check_shapes(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], *, tied: bool) -> None:
     """Raises ValueError unless both hold the same tensors. With tied embeddings, either may leave the head out."""
     if tied:
-        found, wanted = ({n: s for n, s in shapes.items() if n != "lm_head.weight"} for shapes in (found, wanted))
+        found, wanted = ({n: s for n, s in shapes.items() if n != HEAD} for shapes in (found, wanted))
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unknown:
         raise ValueError(f"{len(missing)} tensors are missing {missing[:3]}, {len(unknown)} are not this model's {unknown[:3]}")
@@ -117,7 +140,8 @@ def _engine_class() -> type:
                 if self._shapes is None:
                     self._shapes = shapes_of(sorted(Path(self.model_config.model).glob("*.safetensors")))
                 tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
-                check_shapes(shapes_of(paths), self._shapes, tied=tied)
+                found = shapes_of(paths)
+                check_shapes(found, self._shapes, tied=tied)
             except (OSError, ValueError, KeyError, struct.error) as error:
                 raise ValueError(f"{REFUSED}: {error}") from error
             initialize_layerwise_reload(self.model)
@@ -125,10 +149,19 @@ def _engine_class() -> type:
             try:
                 for path in paths:
                     with safe_open(path, framework="pt") as tensors:
-                        self.model.load_weights((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+                        self.model.load_weights(self._streamed(tensors, copy_head=tied and HEAD not in found))
             except BaseException:
                 self.finish_weight_update()  # the model has its shape again, and the weights of nothing
                 raise
+
+        @staticmethod
+        def _streamed(tensors: Any, *, copy_head: bool) -> Iterator[tuple[str, Any]]:
+            """A file's tensors, one at a time. A tied head is given its embedding: a CPU keeps the head once more, in a form of its own."""
+            for name in tensors.keys():  # noqa: SIM118
+                tensor = tensors.get_tensor(name)
+                yield name, tensor
+                if copy_head and name == EMBEDDING:
+                    yield HEAD, tensor
 
         def finish_weight_update(self) -> None:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

@@ -1,6 +1,6 @@
 """How long a publish into a real vLLM takes, idle and under load, what it waits for, and what calls notice of it.
 
-    python tests/benchmarks/vllm.py [--mode lora full] [--publishes 8] [--clients 16] [--seconds 20] [--model smollm2] [--json FILE]
+    python tests/benchmarks/swaps.py [--mode lora full] [--publishes 8] [--clients 16] [--seconds 20] [--model smollm2] [--json FILE]
 
 A real trainer writes the weights (SmolLM2-135M; adapters of rank 16 on all linear layers), a real gateway publishes them. `write` is the
 trainer's file with its checksums, `load` what the engine takes to hold it, `canary` the check, `flip` the rest of the publish. `steps` are
