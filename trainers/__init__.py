@@ -20,6 +20,12 @@ _HOME = {
     "trained_weights": "checkpoint",
     "prune": "checkpoint",
     "train": "run",
+    "make_trainer": "launch",
+    "merge": "lora",
+    "coach_case": "method",
+    "action_rewards": "method",
+    "reinforce_update": "method",
+    "train_on_stream": "method",
 }
 
 __all__ = sorted(_HOME)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,8 +21,17 @@ from .returns import discounted_returns
 Credit = Literal["discounted", "own"]
 Truncated = Literal["mask", "train"]
 
-REASONS = ("untrainable", "discarded", "failed", "no_call", "no_tokens", "bad_logprobs", "no_verdict", "truncated")
-"""Why an action is left out, in the order in which they are looked for."""
+REASONS: Mapping[str, str] = {
+    "untrainable": "the agent is frozen, or not marked as one that is trained",
+    "discarded": "its output never reached the graph's state",
+    "failed": "the call failed or was cut off",
+    "no_call": "no tokens: the trace was imported from text, or the call went past the gateway",
+    "no_tokens": "no tokens: the engine gave none",
+    "bad_logprobs": "the engine gave log-probs that are not finite",
+    "no_verdict": "the coach gave no score",
+    "truncated": "the completion hit the length limit",
+}
+"""Why an action is left out, in the order in which they are looked for, and in words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mappa_graph.errors import TrainerError
+from mappa_graph.gateway.deployment import read_canary, write_canary
 
 from .weights import atomic_folder
 
@@ -110,6 +111,8 @@ def _merged(run: Path, policy: str, folder: Path) -> Path:
         from .lora import merge
 
         merge(folder, target)
+        if (canary := read_canary(folder)) is not None:
+            write_canary(target, canary)
     return target
 
 

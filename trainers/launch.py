@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 _IDLE = timedelta(days=7)
 """How long a rank waits for the next command: a rollout, an evaluation."""
-_TOLD = frozenset({"update", "canary", "save", "save_weights", "load"})
+_TOLD = frozenset({"update", "canary", "probe", "save", "save_weights", "load"})
 _HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _HIDDEN_PREFIXES = ("TORCHELASTIC_", "FSDP_", "ACCELERATE_")
 _LINGER_S = 3.0
@@ -163,6 +163,8 @@ class _Plan:
             torch.cuda.set_device(launched().local_rank)
             device = f"cuda:{launched().local_rank}"
         backend = "nccl" if self.device == "cuda" else "gloo"
+        if self.device == "cuda" and self.sharding is not None and self.sharding["cpu_offload"]:
+            backend = "cpu:gloo,cuda:nccl"  # shards in the CPU's memory meet there
         group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout_s))
         sharding = None if self.sharding is None else Sharding(group=group, device=self.device, **self.sharding)
         keywords = {"device": device, "seed": self.seed, "ranks": Ranks(group), "sharding": sharding}
@@ -209,11 +211,11 @@ class LeadTrainer(ReinforceTrainer):
             done = super().update(mine[0])
         return replace(done, without_return=len(samples) - len(usable))
 
-    def canary(self, policy: str) -> Canary | None:
+    def canary(self, policy: str, *, probe: bool = False) -> Canary | None:
         if not self._sharded:
-            return super().canary(policy)
-        with self._together("canary", policy):
-            return super().canary(policy)
+            return super().canary(policy, probe=probe)
+        with self._together("probe" if probe else "canary", policy):
+            return super().canary(policy, probe=probe)
 
     def save_weights(self, policy: str, folder: Path | str) -> Path:
         if not self._sharded:
@@ -263,7 +265,10 @@ def serve_rank() -> None:
                 mine: list[Any] = [None]
                 dist.scatter_object_list(mine, None, src=0)
                 arguments = (mine[0],)
-            getattr(trainer, command)(*arguments)
+            if command == "probe":
+                trainer.canary(*arguments, probe=True)
+            else:
+                getattr(trainer, command)(*arguments)
     except Exception as error:
         text = f"rank {rank} failed: {type(error).__name__}: {error}"
         _report(text)
@@ -300,4 +305,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from mappa_graph.trainers import launch  # not this copy of it, which has read the environment for itself alone
+
+    launch.main()

@@ -81,9 +81,14 @@ class Learner:
             self.parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
     def check(self, samples: Sequence[Sample]) -> None:
         """Raises TrainerError for a sample that this policy can't be trained on."""
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        vocabulary = self.vocabulary
         for sample in samples:
             if max(max(sample.prompt_ids), max(sample.completion_ids)) >= vocabulary:
                 raise TrainerError(
@@ -270,7 +275,7 @@ class Learner:
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves an optimizer's moments; the step counts stay where they are."""
+    """Moves an optimizer's moments; the step counts stay where they are. Tried with recorded moves only: two places take a GPU."""
     for entry in optimizer.state.values():
         for key, value in entry.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:

@@ -2,7 +2,7 @@
 
 The transformer runs without its head; the head sees only the positions that predict a trainable token, a chunk at a time, and each chunk
 is computed again in the backward pass, where it is turned into its own gradient in place. Memory is the gradient of the head and one
-chunk of logits, whatever the vocabulary and the batch.
+chunk of logits (two, in a batch that has no more), whatever the vocabulary and the batch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from .packing import Pack
 
 CHUNK = 1 << 24
 """Logits held at once."""
+KEPT = 2
+"""Chunks that are kept for the backward pass instead of being computed again, where there are no more."""
 
 
 def pack_logprobs(model: PreTrainedModel, pack: Pack, *, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,6 +85,8 @@ class _Linear(torch.autograd.Function):
         device = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         ctx.cap, ctx.size = cap, size
+        keep = cap is None and len(hidden) <= KEPT * size and any(ctx.needs_input_grad[:3])
+        ctx.kept = []
         logprobs, entropy, total = hidden.new_empty(3, len(hidden), dtype=torch.float32).unbind()
         for rows in _slices(len(hidden), size):
             z = _logits(hidden[rows], weight, bias, temperature[rows], cap, ctx.dtype)
@@ -94,6 +98,8 @@ class _Linear(torch.autograd.Function):
             entropy[rows] = mass.log() - torch.linalg.vecdot(e, z) / mass
             logprobs[rows] -= mass.log()
             total[rows] = highest[:, 0] + mass.log()
+            if keep:
+                ctx.kept.append(e.div_(mass[:, None]))
         ctx.save_for_backward(hidden, weight, bias, target, temperature, total)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -108,9 +114,14 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(len(hidden), ctx.size):
                 gradient = upstream[0][rows, None] / temperature[rows, None]
-                z = _logits(hidden[rows], weight, bias, temperature[rows], ctx.cap, ctx.dtype)
-                slope = None if ctx.cap is None else 1.0 - (z * temperature[rows, None] / ctx.cap) ** 2
-                d = z.sub_(total[rows, None]).exp_().mul_(-gradient).scatter_add_(-1, target[rows, None], gradient)
+                slope = None
+                if ctx.kept:
+                    p = ctx.kept.pop(0)
+                else:
+                    z = _logits(hidden[rows], weight, bias, temperature[rows], ctx.cap, ctx.dtype)
+                    slope = None if ctx.cap is None else 1.0 - (z * temperature[rows, None] / ctx.cap) ** 2
+                    p = z.sub_(total[rows, None]).exp_()
+                d = p.mul_(-gradient).scatter_add_(-1, target[rows, None], gradient)
                 if slope is not None:
                     d *= slope
                 d = d.to(ctx.dtype)

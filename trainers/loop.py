@@ -31,7 +31,7 @@ from mappa_graph.store import TraceStore
 
 from .batch import Sample, samples_from_trace
 from .checkpoint import prune, save_checkpoint
-from .guards import Guard, keep_refused, refused_steps
+from .guards import Alarm, Guard, keep_refused, refused_steps
 from .metrics import Batch, count_scores, plain, row_of, shuffle_scores, write_metrics
 from .pipeline import Rollouts, fresh
 from .publishing import publish
@@ -105,12 +105,28 @@ class Run:
         return sorted({a.policy_name for a in self.environment.agents if a.trainable})
 
 
+class Watches:
+    """What looks at each row: the coach's scores for bias and hacking, the updates for alarms."""
+
+    def __init__(self, config: RunConfig, history: Sequence[Mapping[str, Any]]) -> None:
+        self._unit = config.coach.unit
+        self._scores, self._updates = Watch(history), Guard(config.loop.alarms, history)
+
+    def see(self, row: dict[str, Any], traces: Sequence[EpisodeTrace]) -> tuple[list[Alarm], list[str]]:
+        """Puts what it sees into the row; returns the alarms about updates that are on, and what has to be said now."""
+        row["coach"] = measure(traces, self._unit)
+        row["coach"]["alarms"], warnings = self._scores.see(row["coach"])
+        alarms, new = self._updates.see(row)
+        row["alarms"] = [asdict(alarm) for alarm in alarms]
+        return alarms, [*warnings, *(f"alarm {alarm.name}: {alarm.message}" for alarm in new)]
+
+
 async def iterate(run: Run) -> None:
     """The loop. Each turn: roll out and coach, update every agent's weights, publish, evaluate, checkpoint."""
     config, progress = run.config, run.progress
     calibrator = Calibrator(config.coach.calibrate)
     calibrator.restore(progress.calibration)
-    watch, guard = Watch(progress.history), Guard(config.loop.alarms, progress.history)
+    watches = Watches(config, progress.history)
     stop = still_stopped(config, progress.history)
     if not progress.history:
         await _record(run, {"iteration": 0, "agents": {}, "rollout": None, "heldout": await _evaluate(run, 0, final=True)})
@@ -138,16 +154,13 @@ async def iterate(run: Run) -> None:
             progress.iteration = iteration
             row = row_of(run.environment, run.gateway.versions(), iteration, traces, batch, update)
             row["heldout"] = await _evaluate(run, iteration) if _due(config, iteration) else None
-            row["coach"] = measure(traces, config.coach.unit)
-            row["coach"]["alarms"], warnings = watch.see(row["coach"])
-            alarms, new = guard.see(row)
-            row["alarms"] = [asdict(alarm) for alarm in alarms]
+            alarms, news = watches.see(row, traces)
             stop = stop_of(config, progress.history, row, alarms)
             if stop is not None:
                 row["stop"], row["heldout"] = stop, await _evaluate(run, iteration, final=True)
             row["wall_s"] = {part: round(seconds - before.get(part, 0.0), 3) for part, seconds in progress.wall_s.items()}
             await _record(run, row)
-            for text in (*warnings, *(f"alarm {alarm.name}: {alarm.message}" for alarm in new)):
+            for text in news:
                 run.display.note(f"iteration {iteration}: {text}")
     if stop is not None:
         run.display.note(f"the run ended after iteration {progress.iteration}: {stop['message']}")

@@ -67,7 +67,7 @@ class SharedBase:
         self.keys[policy] = f"policy_{len(self.keys)}"  # a name of PEFT's must be no attribute of a ModuleDict, and no part of another
         config = PeftLoraConfig(
             r=lora.rank,
-            lora_alpha=lora.alpha,
+            lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
             target_modules=targets,
             lora_dropout=0.0,
             bias="none",
@@ -120,7 +120,12 @@ class SharedBase:
     def _targets(self, lora: LoraConfig, policy: str) -> list[str]:
         head = self.model.get_output_embeddings()
         if lora.targets == "all-linear":
-            return sorted({name.rpartition(".")[2] for name, module in self.linear.items() if module is not head})
+            found = sorted({name.rpartition(".")[2] for name, module in self.linear.items() if module is not head})
+            if not found:
+                raise TrainerError(
+                    f"{self.folder} has no linear layers for an adapter", hint="train its whole weights: leave train.lora out"
+                )
+            return found
         for target in lora.targets:
             matched = [module for name, module in self.linear.items() if name == target or name.endswith(f".{target}")]
             known = ", ".join(sorted({name.rpartition(".")[2] for name in self.linear}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mappa_graph.errors import ConfigError, TrainerError
+from mappa_graph.errors import ConfigError
 from mappa_graph.gateway.deployment import CANARY
 
 from .weights import atomic_folder
@@ -26,18 +26,11 @@ def copy_weights(folder: Path, out: Path, *, merge: bool = False) -> Path:
     adapter = (folder / ADAPTER).is_file()
     if merge and not adapter:
         raise ConfigError(f"{folder} holds whole weights: there is no adapter to merge", hint="leave --merge out")
-    with atomic_folder(out) as aside:
-        if not merge:
-            shutil.copytree(folder, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(CANARY))
-        else:
-            from peft import AutoPeftModelForCausalLM
-            from transformers import AutoTokenizer
+    if merge:
+        from .lora import merge as merged
 
-            try:
-                model = AutoPeftModelForCausalLM.from_pretrained(str(folder), dtype="auto", local_files_only=True)
-                base = model.peft_config["default"].base_model_name_or_path
-                model.merge_and_unload().save_pretrained(str(aside))
-                AutoTokenizer.from_pretrained(base, local_files_only=True).save_pretrained(str(aside))
-            except (OSError, ValueError, RuntimeError, KeyError) as error:
-                raise TrainerError(f"the adapter in {folder} can't be merged: {error}", hint="is its base model where it was?") from error
+        merged(folder, out)
+    else:
+        with atomic_folder(out) as aside:
+            shutil.copytree(folder, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(CANARY))
     return out

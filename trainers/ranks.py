@@ -43,7 +43,7 @@ class Ranks(Alone):
         self.group = group
         self.count = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._reduce(tensor, dist.ReduceOp.SUM)

@@ -32,7 +32,7 @@ from .guards import rung
 from .loop import Progress, Run, iterate
 from .metrics import write_json, write_metrics
 from .models import resolve_model
-from .publishing import publish
+from .publishing import check_engine, publish
 from .sampling import check_sampling
 from .scores import check_strata, per_episode
 from .trackers import Trackers, check_trackers
@@ -54,8 +54,14 @@ def train(
         settings: a `RunConfig`, the same as nested plain data (`{"run": "runs/mine", "train": {"iterations": 10}}`), or a YAML file.
         coach: overrides `settings.coach.kind`.
 
+    Under `accelerate launch` the first process makes the run; the others do their shares of its updates here, and return an empty summary.
+
     Raises `ConfigError` and other `MappaError`s for what the caller can mend. What was recorded until then stays in the folder.
     """
+    from .launch import serves
+
+    if serves():
+        return {}
     return asyncio.run(atrain(environment, settings, coach=coach, display=display))
 
 
@@ -67,6 +73,10 @@ async def atrain(
     display: Display | None = None,
 ) -> dict[str, Any]:
     """`train` for callers that have an event loop already."""
+    from .launch import serves
+
+    if serves():  # a process of `accelerate launch` that the first one commands: it has done its part
+        return {}
     config = as_config(settings)
     environment = freeze(environment, config.loop.frozen)
     tasks = environment.split("train")
@@ -82,6 +92,7 @@ async def atrain(
             try:
                 await iterate(run)
             finally:
+                await asyncio.to_thread(run.trackers.close)  # so that what they failed at is all counted
                 summary = summarise_run(run)
                 write_json(config.run / "summary.json", summary)
         shown.status("writing the report")
@@ -142,27 +153,30 @@ async def open_run(
         models: policy name -> folder of its first weights.
     """
     trained = {a.policy_name: models[a.policy_name] for a in environment.agents if a.trainable}
-    trainer = make_trainer(config, {policy: trained[policy] for policy in models if policy in trained})
-    progress = Progress()
-    found = load_latest(config.run / "checkpoints")
-    if found is not None:
-        folder, extra = found
-        trainer.load(folder)
-        progress = Progress.from_json(extra)
-        write_metrics(config.run / "metrics.jsonl", progress.history)
-        display.status(f"continuing from iteration {progress.iteration}")
-    with TraceStore(config.run / "trace.db") as store:
-        async with Gateway(make_engine(config, models), store, host=config.gateway.host, port=config.gateway.port) as gateway:
-            runner = make_runner(environment, config, gateway.url, store)
-            async with runner.open():
-                trackers = Trackers(config, display.note)
-                run = Run(config, environment, coach, store, gateway, runner, trainer, display, progress, trackers, trained)
-                try:
-                    if progress.iteration:
-                        await publish(run, progress.iteration)
-                    yield run
-                finally:
-                    await asyncio.to_thread(trackers.close)
+    async with AsyncExitStack() as stack:
+        trainer = stack.enter_context(make_trainer(config, {policy: trained[policy] for policy in models if policy in trained}))
+        progress = Progress()
+        found = load_latest(config.run / "checkpoints")
+        if found is not None:
+            folder, extra = found
+            trainer.load(folder)
+            progress = Progress.from_json(extra)
+            write_metrics(config.run / "metrics.jsonl", progress.history)
+            display.status(f"continuing from iteration {progress.iteration}")
+        store = stack.enter_context(TraceStore(config.run / "trace.db"))
+        listening = Gateway(make_engine(config, models), store, host=config.gateway.host, port=config.gateway.port)
+        gateway = await stack.enter_async_context(listening)
+        runner = await stack.enter_async_context(make_runner(environment, config, gateway.url, store).open())
+        trackers = Trackers(config, display.note)
+        stack.push_async_callback(asyncio.to_thread, trackers.close)
+        for row in progress.history:  # a crash may have come before a tracker had the last of them
+            trackers.log(row)
+        run = Run(config, environment, coach, store, gateway, runner, trainer, display, progress, trackers, trained)
+        if progress.iteration:
+            await publish(run, progress.iteration)
+        else:
+            await check_engine(run)
+        yield run
 
 
 def make_trainer(config: RunConfig, models: Mapping[str, Path | str]) -> ReinforceTrainer:
@@ -171,7 +185,8 @@ def make_trainer(config: RunConfig, models: Mapping[str, Path | str]) -> Reinfor
     Args:
         models: policy -> folder of its first weights, of those that are trained.
     """
-    from .trainer import ReinforceTrainer, TrainerSettings
+    from . import launch
+    from .settings import TrainerSettings
 
     train = config.train
     steps = train.iterations * train.epochs * train.optimizer_batches
@@ -182,7 +197,7 @@ def make_trainer(config: RunConfig, models: Mapping[str, Path | str]) -> Reinfor
         )
     chosen = train.model_dump(include=set(TrainerSettings.model_fields))
     settings = TrainerSettings(**chosen, total_steps=max(1 + train.warmup_steps, steps), dtype=config.engine.dtype)
-    return ReinforceTrainer(dict(models), settings, device=config.engine.device, seed=config.seed)
+    return launch.make_trainer(models, settings, device=config.engine.device, seed=config.seed)
 
 
 def make_runner(environment: Environment, config: RunConfig, url: str, store: TraceStore) -> Runner:
@@ -203,6 +218,8 @@ def make_runner(environment: Environment, config: RunConfig, url: str, store: Tr
 def prepare_folder(config: RunConfig) -> None:
     """Makes the run's folder and writes the config there, or checks that the run in it was started with the same settings."""
     path = config.run / "config.yaml"
+    if (config.run / "offline.json").exists():
+        raise ConfigError(f"{config.run} holds a training from traces", hint="give another folder: --run FOLDER")
     try:
         config.run.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -289,9 +306,8 @@ def summarise_run(run: Run) -> dict[str, Any]:
     progress, environment = run.progress, run.environment
     rows = [row for row in progress.history if row["agents"]]
     evaluated = [(row["iteration"], row["heldout"]) for row in progress.history if row.get("heldout")]
-    brief = [
-        {k: e[k] for k in ("accuracy", "n", "ci95", "mode", "samples", "score", "pass_at", "majority", "metrics")} for _, e in evaluated
-    ]
+    said = ("accuracy", "n", "ci95", "mode", "samples", "score", "pass_at", "majority", "metrics")
+    brief = [{k: e.get(k) for k in said} for _, e in evaluated]
     names = [a.name for a in environment.agents]
     failures = run.store.failures()
     return {
@@ -304,7 +320,7 @@ def summarise_run(run: Run) -> dict[str, Any]:
         "actions": sum(row["agents"][n]["actions"] for row in rows for n in names),
         "before": brief[0] if brief else None,
         "after": brief[-1] if len(brief) > 1 else None,
-        "best": {k: progress.best[k] for k in ("iteration", "accuracy", "by", "is", "value")} if progress.best else None,
+        "best": {k: progress.best.get(k) for k in ("iteration", "accuracy", "by", "is", "value")} if progress.best else None,
         "stopped": progress.history[-1].get("stop") if progress.history else None,
         "alarms": rung(progress.history),
         "refused": dict(sum((Counter(dict.fromkeys(row["refused"], 1)) for row in rows), Counter())),

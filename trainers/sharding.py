@@ -54,10 +54,6 @@ class Sharding:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
-        mesh = DeviceMesh.from_group(self.group, self.device)
-        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.reshard_after_forward}
-        if self.cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         kinds = set(self.layers or model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
         if not layers:
@@ -65,6 +61,10 @@ class Sharding:
                 f"{type(model).__name__} has no layers of {sorted(kinds) or 'known names'} to shard by",
                 hint="name its layer's class: accelerate launch --fsdp_transformer_layer_cls_to_wrap",
             )
+        mesh = DeviceMesh.from_group(self.group, self.device)
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.reshard_after_forward}
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         for layer in layers:
             fully_shard(layer, **options)
         scorer = Scorer(model)

@@ -1,7 +1,7 @@
 """Trackers by name: every row of `metrics.jsonl` also goes to TensorBoard, W&B, trackio or MLflow, through accelerate's tracker classes.
 
 A tracker never ends a run and never holds it up: each has a thread of its own, its failures are counted, and its first one is said. A run
-that is continued goes on in the same tracker's run, by ids kept in `trackers/ids.json`.
+that is continued goes on in the same tracker's run, after the last row that it took: `trackers/ids.json` keeps both.
 
 Where things go, unless the tracker's own environment variables say otherwise: TensorBoard and W&B's local files into the run's folder
 `trackers/`, MLflow into `trackers/mlflow.db`, trackio into its own folder (TRACKIO_DIR). Keys come from the environment alone.
@@ -81,6 +81,7 @@ class Trackers:
     def __init__(self, config: RunConfig, note: Callable[[str], None]) -> None:
         names = config.loop.trackers
         self._workers: list[_Worker] = []
+        self._closed = False
         if not names:
             return
         from accelerate import PartialState
@@ -93,16 +94,17 @@ class Trackers:
         self._workers = [_Worker(name, config, folder, ids, settings, note) for name in names]
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Hands a row of `metrics.jsonl` on. Never raises and never waits."""
+        """Hands a row of `metrics.jsonl` on; a tracker passes over one that it took before. Never raises and never waits."""
         values = flatten({key: value for key, value in row.items() if key != "iteration"})
         for worker in self._workers:
             worker.send((values, int(row["iteration"])))
 
     def close(self) -> None:
-        """Lets the trackers finish, for a while."""
-        for worker in self._workers:
+        """Lets the trackers finish, for a while. A second time does nothing."""
+        closing, self._closed = not self._closed, True
+        for worker in self._workers if closing else ():
             worker.send(None)
-        for worker in self._workers:
+        for worker in self._workers if closing else ():
             worker.finish(CLOSE_S)
 
     def counts(self) -> dict[str, dict[str, Any]]:
@@ -111,23 +113,25 @@ class Trackers:
 
 
 class _Ids:
-    """Ids of the trackers' runs, in a file."""
+    """What is known of the trackers' runs, in a file: by tracker the `id` and the `last` iteration it took."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         try:
-            self._known = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
+            self._known: dict[str, dict[str, Any]] = {name: dict(part) for name, part in json.loads(path.read_text()).items()}
+        except (OSError, ValueError, TypeError, AttributeError):
             self._known = {}
 
-    def get(self, name: str) -> str | None:
-        return self._known.get(name)
+    def get(self, name: str, key: str) -> Any:
+        return self._known.get(name, {}).get(key)
 
-    def put(self, name: str, value: str) -> None:
+    def put(self, name: str, **values: Any) -> None:
         with self._lock:
-            self._known[name] = value
-            self._path.write_text(json.dumps(self._known))
+            self._known.setdefault(name, {}).update(values)
+            aside = self._path.with_suffix(".tmp")
+            aside.write_text(json.dumps(self._known))
+            aside.replace(self._path)
 
 
 class _Worker:
@@ -159,13 +163,18 @@ class _Worker:
             tracker = self._start()
         except (Exception, SystemExit) as error:  # noqa: BLE001  a tracker is foreign code; a run goes on without it
             self._failed(error)
+        last = self._ids.get(self.name, "last")
         while (item := self._queue.get()) is not None:
+            values, step = item
+            if last is not None and step <= last:
+                continue
             if tracker is None:
                 self.failures += 1
                 continue
             try:
-                tracker.log(item[0], step=item[1])
+                tracker.log(values, step=step)
                 self.rows += 1
+                self._ids.put(self.name, last=step)
             except Exception as error:  # noqa: BLE001  counted, said once
                 self._failed(error)
         if tracker is not None:
@@ -177,12 +186,12 @@ class _Worker:
             _forget_mlflow(self._folder)
 
     def _start(self) -> Any:
-        known = self._ids.get(self.name)
+        known = self._ids.get(self.name, "id")
         id = known or uuid.uuid4().hex[:12]
         tracker = _MAKE[self.name](self._config, self._folder, id)
         tracker.start()
         if known is None:
-            self._ids.put(self.name, str(tracker.tracker.info.run_id) if self.name == "mlflow" else id)
+            self._ids.put(self.name, id=str(tracker.tracker.info.run_id) if self.name == "mlflow" else id)
             try:
                 tracker.store_init_configuration(self._settings)
             except Exception as error:  # noqa: BLE001  rows may still be taken
@@ -207,6 +216,8 @@ def _wandb(config: RunConfig, folder: Path, id: str) -> Any:
     import wandb
     from accelerate.tracking import WandBTracker
 
+    if os.environ.get("WANDB_MODE", "online") == "online" and wandb.api.api_key is None:  # it would ask for one on the terminal
+        raise ConfigError("W&B has no key", hint="set WANDB_API_KEY, or `wandb login`; WANDB_MODE=offline needs none")
     quiet = wandb.Settings(silent=True, console="off")
     return WandBTracker(config.loop.project, dir=str(folder), id=id, name=config.run.name, resume="allow", settings=quiet)
 

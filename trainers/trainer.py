@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from mappa_graph.agent import check_name
 from mappa_graph.errors import ConfigError, TrainerError
+from mappa_graph.gateway.deployment import write_canary
 from mappa_graph.gateway.engine import Canary
 
 from .batch import Sample
@@ -79,6 +81,8 @@ class ReinforceTrainer(AbstractContextManager["ReinforceTrainer"]):
         ranks: Alone | None = None,
         sharding: Sharding | None = None,
     ) -> None:
+        for policy in models:
+            check_name("policy", policy)
         if not models:
             raise TrainerError("no policies to train", hint='give at least one: {"solver": "path/to/model"}')
         self.settings = settings or TrainerSettings()
@@ -89,6 +93,11 @@ class ReinforceTrainer(AbstractContextManager["ReinforceTrainer"]):
         torch.manual_seed(seed)
         if self.settings.offload == "optimizer" and self.device.type == "cpu":
             raise ConfigError("train.offload 'optimizer' has no effect on a CPU: that is where the state is", hint="leave it out")
+        if self.settings.offload == "optimizer" and sharding is not None:
+            raise ConfigError(
+                "train.offload 'optimizer' can't be had where models are sharded",
+                hint="accelerate launch --fsdp_offload_params true keeps shards and their optimizer state in the CPU's memory",
+            )
         bodies = self._bodies({policy: Path(folder).resolve() for policy, folder in models.items()}, sharding)
         self.learners = {p: Learner(p, body, self.settings, self.device, self.ranks) for p, body in bodies.items()}
         self._recent: dict[str, Sample] = {}
@@ -218,11 +227,19 @@ class ReinforceTrainer(AbstractContextManager["ReinforceTrainer"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def canary(self, policy: str) -> Canary | None:
-        """A few tokens of the last batch, their log-probs under the present weights at temperature 1; None before the first update."""
+    def canary(self, policy: str, *, probe: bool = False) -> Canary | None:
+        """A few tokens of the last batch, their log-probs under the present weights at temperature 1; None before the first update.
+
+        Args:
+            probe: before the first update, take fixed tokens instead.
+        """
         sample = self._recent.get(policy)
-        if sample is None:
+        if sample is None and not probe:
             return None
+        if sample is None:
+            vocabulary = self.learner(policy).vocabulary
+            ids = tuple((7 * i + 3) % vocabulary for i in range(2 * CANARY_TOKENS))
+            sample = Sample(policy, policy, "", "probe", ids[:CANARY_TOKENS], ids[CANARY_TOKENS:], (0.0,) * CANARY_TOKENS)
         size = min(CANARY_TOKENS, len(sample.completion_ids))
         logprobs = self.learner(policy).logprobs(replace(sample, temperature=1.0))[:size]
         tolerance = CANARY_TOLERANCE[self.settings.dtype]
@@ -233,6 +250,9 @@ class ReinforceTrainer(AbstractContextManager["ReinforceTrainer"]):
         folder = Path(folder)
         for policy, learner in self.learners.items():
             learner.body.save(folder / POLICIES / policy, write=self.ranks.rank == 0)
+            canary = ReinforceTrainer.canary(self, policy)  # every rank is here: a first rank must not call the others together again
+            if canary is not None and self.ranks.rank == 0:
+                write_canary(folder / POLICIES / policy, canary)
         state = {
             "kind": "full" if self.settings.lora is None else "lora",
             "updates": self.updates,

@@ -71,7 +71,8 @@ def coach_app(load_environment: Loader) -> typer.Typer:
         cls=RunFirst,
         no_args_is_help=True,
         rich_markup_mode="markdown",
-        help="Score what is pending in a run, and see whether its coach is to be trusted.\n\nExample: `mappa-graph coach runs/mine`",
+        help="Score what is pending in a run (`coach RUN` is `coach score RUN`), and see whether its coach is to be trusted.\n\n"
+        "Example: `mappa-graph coach runs/mine`",
     )
 
     @app.command()

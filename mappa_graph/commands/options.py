@@ -94,4 +94,7 @@ def run_training(config: RunConfig, quiet: bool) -> dict[str, Any]:
     from ..trainers.run import train
 
     with interruptible():
-        return train(load_environment(config), config, display=Display(quiet=quiet))
+        summary = train(load_environment(config), config, display=Display(quiet=quiet))
+    if not summary:  # one of several processes, which the first one commanded: it says what came of it
+        raise typer.Exit(0)
+    return summary

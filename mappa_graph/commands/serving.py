@@ -54,7 +54,7 @@ def serve(
     """
     from ..display import Display
     from ..gateway import Gateway
-    from ..gateway.admin import Admin
+    from ..gateway.admin import Admin, alone
     from ..gateway.deployment import Deployment
     from ..store import TraceStore
     from ..trainers.checkpoint import trained_weights
@@ -67,11 +67,12 @@ def serve(
     key = os.environ.get(api_key) if api_key else None
     if api_key and not key:
         raise ConfigError(f"the environment variable {api_key} is not set", hint="it holds the key that clients must send")
-    with interruptible(), _ended_by_sigterm() as ended:
+    with interruptible(), _ended_by_sigterm() as ended, alone(settings.run):
         prepare_folder(settings)
         models = resolve_models(load_environment(settings), settings, Display())
         if trained is not None:
-            models.update({p: w for p, w in trained_weights(trained, step).items() if p in models})
+            found = trained_weights(trained, step, merged=not _serves_adapters(settings))
+            models.update({p: w for p, w in found.items() if p in models})
         admin = Admin()
         with TraceStore(settings.run / "trace.db") as store:
             engine = make_engine(settings, models)
@@ -87,6 +88,12 @@ def serve(
                         f"new versions: mappa-graph publish RUN --to {escape(str(settings.run))}; Ctrl-C ends"
                     )
                     ended.wait()
+
+
+def _serves_adapters(settings: RunConfig) -> bool:
+    options = settings.engine.vllm
+    mode = options.mode if options is not None else None
+    return settings.engine.kind == "vllm" and (mode == "lora" or (mode is None and settings.train.lora is not None))
 
 
 @contextmanager
@@ -130,8 +137,9 @@ def publish(
             return
         if run is None:
             raise ConfigError("there is nothing to publish", hint="give a training run: mappa-graph publish RUN")
-        served = control.status()["policies"]
-        for policy, folder, source in _weights_of(run, step, agent, sorted(served)):
+        status = control.status()
+        served = status["policies"]
+        for policy, folder, source in _weights_of(run, step, agent, sorted(served), merged=not status["adapters"]):
             release = control.publish(policy, folder, share=share, source=source)
             how = "serves all calls" if share >= 1 else f"serves {share:.0%} of the calls"
             check = "checked by its canary" if release["verified"] else "not checked: its weights came without a canary"
@@ -222,11 +230,11 @@ def weights(
     """
     from ..trainers.portable import copy_weights
 
-    for policy, folder, _ in _weights_of(run, step, agent, None):
+    for policy, folder, _ in _weights_of(run, step, agent, None, merged=False):
         Console().print(f"{policy}: {copy_weights(folder, out / policy, merge=merge)}", markup=False)
 
 
-def _weights_of(run: Path, step: str, agents: list[str] | None, served: list[str] | None) -> list[tuple[str, Path, str]]:
+def _weights_of(run: Path, step: str, agents: list[str] | None, served: list[str] | None, *, merged: bool) -> list[tuple[str, Path, str]]:
     """(policy, folder of weights, where it's from) of what is to be taken from a training run, or from a folder of weights."""
     from ..trainers.checkpoint import trained_weights
 
@@ -234,13 +242,13 @@ def _weights_of(run: Path, step: str, agents: list[str] | None, served: list[str
         if not agents or len(agents) != 1:
             raise ConfigError(f"{run} is a folder of weights, and nothing says whose", hint="name the agent: --agent NAME")
         return [(agents[0], run, str(run))]
-    found = trained_weights(run, step)
+    found = trained_weights(run, step, merged=merged)
     known = sorted(found if served is None else found.keys() & set(served))
     if not known:
         raise ConfigError(f"{run} trained {', '.join(sorted(found))}; the deployment serves {', '.join(served or [])}: none in common")
     config = run / "config.yaml"
     chosen = _chosen(known, agents, load_config(config) if config.exists() else None)
-    return [(policy, found[policy], f"{run}, {found[policy].parents[1].name}") for policy in chosen]
+    return [(policy, found[policy], f"{run}, {step}") for policy in chosen]
 
 
 def _chosen(policies: list[str], agents: list[str] | None, config: RunConfig | None) -> list[str]:

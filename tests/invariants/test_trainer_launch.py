@@ -105,6 +105,13 @@ def test_several_processes_make_the_updates_of_one(tmp_path, base, batches, alon
                         policy,
                         key,
                     )
+        if CASES[name].get("resumed"):  # what they saved after the first batch is continued by one process
+            trainer = ReinforceTrainer(models(base), TrainerSettings(**CASES[name]["settings"]), seed=99)
+            trainer.load(tmp_path / f"case{number}")
+            trainer.update(batches[1])
+            for policy, learner in trainer.learners.items():
+                for key, parameter in zip(learner.body.names, learner.parameters, strict=True):
+                    assert (parameter.detach() - weights[policy][key]).abs().max() < 2e-5, (name, policy, key)
     if "--use_fsdp" in flags:  # each rank holds its half of everything, a row of padding here and there aside
         whole = ReinforceTrainer(models(base), TrainerSettings(**SETTINGS))
         total = sum(p.numel() for learner in whole.learners.values() for p in learner.model.parameters())

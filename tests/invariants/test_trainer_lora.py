@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from mappa_graph.config import load_config, make_config
 from mappa_graph.errors import EngineError, TrainerError
@@ -269,6 +269,11 @@ def test_what_cannot_be_done_is_said(base, tmp_path):
     model.save_pretrained(tied)
     with pytest.raises(TrainerError, match="shares its weight with the embedding"):
         make(tied, lora={"targets": ["lm_head"]})
+
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(TrainerError, match="no linear layers for an adapter"):  # they are of a kind of their own
+        make(tmp_path / "gpt2", ["a"], lora={})
 
     adapter = make(base, ["a"])
     whole = ReinforceTrainer({"a": base}, TrainerSettings(beta=0.0))
