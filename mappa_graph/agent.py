@@ -22,6 +22,15 @@ M = TypeVar("M")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
+def check_name(what: str, value: str) -> str:
+    """The name, which can be a model's and a folder's. Raises `ConfigError`."""
+    if not _NAME.fullmatch(value) or ".." in value or len(value) > 100:
+        raise ConfigError(
+            f"{what} name {value!r} is not a valid name", hint="letters, digits, '_', '.', '-', no '@' or spaces, at most 100"
+        )
+    return value
+
+
 @dataclass(frozen=True)
 class Agent:
     """A member of the team.
@@ -40,8 +49,8 @@ class Agent:
 
     def __post_init__(self) -> None:
         for what, value in (("agent", self.name), ("policy", self.policy)):
-            if value is not None and not _NAME.fullmatch(value):
-                raise ConfigError(f"{what} name {value!r} is not a valid name", hint="letters, digits, '_', '.', '-', no '@' or spaces")
+            if value is not None:
+                check_name(what, value)
 
     @property
     def policy_name(self) -> str:

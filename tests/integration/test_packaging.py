@@ -16,6 +16,8 @@ MUST = (
     "mappa_graph/trainers/loop.py",
     "mappa_graph/sandboxes/__init__.py",
     "mappa_graph/configs/demo.yaml",
+    "mappa_graph/graphs/dsbench/__init__.py",
+    "mappa_graph/gateway/vllm/plugin/mappa_vllm.py",
 )
 
 

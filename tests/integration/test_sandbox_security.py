@@ -69,10 +69,10 @@ print(found)
         with pool.session(files={"theirs.txt": SECRET}) as other:
             other.run_sync("x = 1")
             code = """
-import os
+import os, sys
 seen = []
 for folder, folders, names in os.walk('/'):
-    if folder.startswith(('/proc', '/usr')):
+    if folder.startswith(('/proc', '/usr', sys.prefix, sys.base_prefix)):  # read-only, and large
         folders[:] = []
         continue
     seen += [n for n in names if n == 'theirs.txt']

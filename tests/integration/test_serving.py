@@ -19,7 +19,7 @@ import pytest
 
 from mappa_graph.errors import ConfigError, EngineError, GatewayError
 from mappa_graph.gateway import Canary, Gateway
-from mappa_graph.gateway.admin import CONTROL, Admin, Control, running
+from mappa_graph.gateway.admin import CONTROL, Admin, Control, alone, running
 from mappa_graph.gateway.deployment import HISTORY, Deployment, read_canary, write_canary
 from mappa_graph.store import TraceStore
 from tests.fakes.engine import ScriptedEngine
@@ -104,6 +104,16 @@ async def test_publish_rollback_and_publish_go_back_to_what_served_before_and_ne
     assert served.gateway.versions() == {"solver": 6, "critic": 0}
 
 
+async def test_a_canary_can_not_allow_any_difference(served: Running, tmp_path: Path) -> None:
+    served.engine.score_offset = 9.0
+    for tolerance in (float("nan"), 1e9):
+        bad = weights(tmp_path, f"t{tolerance}")
+        write_canary(bad, Canary([1], [2], [-0.5], tolerance=tolerance))
+        with pytest.raises(EngineError, match="canary"):
+            await served.deployment.publish("solver", bad)
+    served.engine.score_offset = 0.0
+
+
 async def test_a_rollback_during_a_trial_ends_the_trial(served: Running, tmp_path: Path) -> None:
     await served.deployment.publish("solver", weights(tmp_path, "a"))
     await served.deployment.publish("solver", weights(tmp_path, "b"), share=0.5)
@@ -149,6 +159,67 @@ async def test_a_deployment_started_again_serves_what_it_served_before(tmp_path:
         await run.__aenter__()
     run.gateway.stop()
     run.store.close()
+
+
+async def test_what_serves_keeps_its_weights_when_the_history_can_not_be_written_after(
+    served: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = []
+
+    def full(path: Path, text: str, **_: object) -> None:
+        writes.append(text)
+        if len(writes) == 2:  # the one after the name has turned
+            raise OSError(28, "No space left on device")
+        path.write_text(text)
+
+    monkeypatch.setattr("mappa_graph.gateway.deployment.write_aside", full)
+    with pytest.raises(OSError, match="No space"):
+        await served.deployment.publish("solver", weights(tmp_path, "a"))
+    assert served.gateway.versions()["solver"] == 1
+    (release,) = served.deployment.releases
+    assert (Path(release.weights) / "model.safetensors").is_file() and json.loads(writes[0])["releases"][0]["version"] == 1
+
+
+async def test_a_failed_start_of_one_policy_is_not_forgotten_by_a_publish_of_another(tmp_path: Path) -> None:
+    (tmp_path / "live").mkdir()
+    first = weights(tmp_path, "first")
+    async with Running(tmp_path / "live", first) as run:
+        await run.deployment.publish("solver", weights(tmp_path, "a"))
+    away = tmp_path / "live" / "releases" / "solver" / "v1"
+    away.rename(tmp_path / "away")
+    async with Running(tmp_path / "live", first) as run:
+        assert set(run.failed) == {"solver"} and run.gateway.versions()["solver"] == 0
+        await run.deployment.publish("critic", weights(tmp_path, "b"))
+    (tmp_path / "away").rename(away)
+    async with Running(tmp_path / "live", first) as run:
+        assert run.failed == {} and run.gateway.versions() == {"solver": 1, "critic": 1}
+
+
+async def test_a_deployment_may_move_and_may_not_begin_with_other_weights(tmp_path: Path) -> None:
+    (tmp_path / "live").mkdir()
+    first = weights(tmp_path, "first")
+    async with Running(tmp_path / "live", first) as run:
+        await run.deployment.publish("solver", weights(tmp_path, "a"))
+    (tmp_path / "live" / "releases" / "solver" / "v9").mkdir()  # what a crash in a publish left
+    (tmp_path / "live").rename(tmp_path / "moved")
+    async with Running(tmp_path / "moved", first) as run:
+        assert run.failed == {} and run.gateway.versions()["solver"] == 1
+        assert (await run.deployment.publish("solver", weights(tmp_path, "c"))).version == 2
+    run = Running(tmp_path / "moved", weights(tmp_path, "other first"))
+    with pytest.raises(GatewayError, match="other first weights of"):
+        await run.__aenter__()
+    run.gateway.stop()
+    run.store.close()
+
+
+def test_a_folder_serves_once_and_a_key_of_a_dead_process_is_not_sent(tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(GatewayError, match="another deployment runs"), alone(tmp_path):
+        pass
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (tmp_path / CONTROL).write_text(json.dumps({"url": "http://127.0.0.1:1", "key": "k", "pid": ended.pid}))
+    with pytest.raises(GatewayError, match="ended without a word"):
+        Control(tmp_path)
 
 
 async def test_weights_that_can_be_gone_back_to_are_kept_and_others_are_not(served: Running, tmp_path: Path) -> None:
@@ -199,6 +270,9 @@ async def test_calls_of_an_episode_meet_one_version(served: Running, tmp_path: P
 def test_a_canary_that_is_none_is_said(tmp_path: Path) -> None:
     folder = weights(tmp_path, "a")
     assert read_canary(folder) is None
+    (folder / "canary.json").write_text('{"prompt_ids": [1], "completion_ids": [2], "logprobs": ["x"]}')
+    with pytest.raises(GatewayError, match="is no canary"):
+        read_canary(folder)
     (folder / "canary.json").write_text('{"prompt": 1}')
     with pytest.raises(GatewayError, match="is no canary"):
         read_canary(folder)

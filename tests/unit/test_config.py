@@ -147,6 +147,7 @@ def test_an_llm_coach_is_written_and_read_back(tmp_path):
         ({"loop": {"project": "x"}}, "no effect without loop.trackers"),
         ({"loop": {"trackers": ["wandb"], "project": "../x"}}, "loop.project"),
         ({"loop": {"early_stop": {"min_delta": 0.1}}}, r"loop\.early_stop\.patience"),
+        ({"loop": {"early_stop": {"patience": 1}}, "evaluate": {"every": 0}}, "early_stop can't take effect with evaluate.every 0"),
         ({"loop": {"alarms": {"entropy_colapse": {}}}}, "did you mean 'entropy_collapse'"),
         ({"loop": {"alarms": {"mismatch": {"action": "panic"}}}}, r"loop\.alarms\.mismatch\.action"),
         ({"loop": {"alarms": {"entropy_collapse": {"threshold": 2}}}}, "share of the first entropy"),

@@ -42,7 +42,7 @@ def test_each_number_of_the_updates_is_a_curve() -> None:
 
 
 def test_numbers_that_no_row_has_make_no_chart_and_staleness_none_where_there_is_none() -> None:
-    page = health(Run("r", rows(staleness_mean=0.0), agents=AGENTS), CSS)
+    page = health(Run("r", rows(staleness_mean=0.0, weight_mean=None), agents=AGENTS), CSS)
     assert "<b>Staleness</b>" not in page and "<b>Importance weight</b>" not in page and "<b>Entropy</b>" in page
 
 

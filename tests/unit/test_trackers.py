@@ -65,6 +65,16 @@ def test_a_tracker_that_fails_is_counted_and_said_once(tmp_path, foreign, place,
     assert len(notes) == 1 and "tensorboard failed" in notes[0] and "the run goes on" in notes[0]
 
 
+@pytest.mark.parametrize("ids", ["{broken", "[]", '{"tensorboard": 7}'])
+def test_ids_that_cant_be_read_begin_a_new_run_of_the_tracker(tmp_path, foreign, ids):
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "ids.json").write_text(ids)
+    tracker = foreign(Foreign())
+    assert log(tmp_path)[0]["rows"] == 3 and tracker.rows == [0, 1, 2]
+    again = foreign(Foreign())
+    assert log(tmp_path, rows=5)[0]["rows"] == 2 and again.rows == [3, 4], "a continued run goes on after the last row"
+
+
 def test_a_tracker_that_hangs_holds_nothing_up(tmp_path, foreign, monkeypatch):
     monkeypatch.setattr(module, "CLOSE_S", 0.05)
     let = threading.Event()

@@ -14,6 +14,7 @@ from mappa_graph.trainers import kernels as kernels_module
 from mappa_graph.trainers.attention import NAME
 from mappa_graph.trainers.kernels import use_kernels
 from mappa_graph.trainers.learner import move_state, prepare
+from mappa_graph.trainers.sharding import Sharding
 from mappa_graph.trainers.weights import load_model
 from tests.fakes.batches import random_samples
 from tests.fakes.tinymodel import make_tiny_model
@@ -120,6 +121,13 @@ def test_a_kernel_that_takes_attention_over_rows_away_is_refused(model, monkeypa
 def test_offloading_on_a_cpu_has_no_effect_and_is_refused(base):
     with pytest.raises(ConfigError, match="no effect on a CPU"):
         ReinforceTrainer({"a": base}, TrainerSettings(offload="optimizer"))
+    with pytest.raises(ConfigError, match=r"can't be had where models are sharded\n.*fsdp_offload_params"):
+        ReinforceTrainer({"a": base}, TrainerSettings(offload="optimizer"), device="cuda", sharding=Sharding(group=None))
+
+
+def test_a_model_without_the_layers_it_is_to_be_sharded_by_is_refused(model):
+    with pytest.raises(TrainerError, match=r"no layers of \['Nope'\].*\n.*fsdp_transformer_layer_cls_to_wrap"):
+        Sharding(group=None, layers=("Nope",)).shard(model)
 
 
 def test_optimizer_state_goes_to_the_device_for_the_step_and_back(base, monkeypatch):
