@@ -85,13 +85,14 @@ class Service:
     async def keep(self, exchange: wire.Exchange, completions: Sequence[Completion]) -> None:
         """Records completions; they are on disk on return. Raises `StoreError`."""
         if self.store is not None:
-            await self.store.aadd_calls([self._spanned(call) for call in exchange.calls(completions)])
+            calls = exchange.calls(completions)
+            await self.store.aadd_calls(calls if self._serving is None else [self._spanned(call) for call in calls])
         self.metrics.served(exchange.request.policy, exchange.request.version, completions)
 
     def _spanned(self, call: Call) -> Call:
         """The call, with the version that serves at its end, where an engine swaps in place and it is another one."""
-        last = None if self._serving is None else self._serving(call.policy)
-        return call if last is None or last == call.version else replace(call, last_version=last)
+        last = call.version if self._serving is None else self._serving(call.policy)
+        return call if last == call.version else replace(call, last_version=last)
 
     async def keep_call(self, call: Call) -> None:
         """The same for a call that another server made and numbered."""
