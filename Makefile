@@ -39,7 +39,7 @@ unit: install
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 vllm: install  ## vLLM in an environment of its own, in the cache folder, so that every checkout uses the same one
-	$(BIN)/python -m mappa_graph.gateway.vllm.environment
+	$(BIN)/python -m mappa_graph.gateway.vllm
 
 test-vllm: vllm  ## tests that need a real vLLM
 	$(BIN)/pytest tests/vllm $(ARGS)

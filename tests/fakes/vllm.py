@@ -1,7 +1,8 @@
 """A stand-in for vLLM's interpreter: a script that answers like vLLM's API server as far as starting, watching and swapping go.
 
 It has no model and needs no vLLM, so that what happens when servers are slow, broken, foreign or killed can be tested in
-milliseconds. What it was asked is in `asked.jsonl` beside its log; a file `say` there makes it misbehave (one word).
+milliseconds. What it was asked is in `asked.jsonl` beside its log; a file `say` there makes it misbehave (one word; what follows
+`crash` is what the next one says).
 """
 
 from __future__ import annotations
@@ -81,11 +82,11 @@ class Handler(BaseHTTPRequestHandler):
             choice = {"index": 0, "text": "x", "token_ids": [1], "prompt_token_ids": [1, 2, 3], "logprobs": {"top_logprobs": [top]}}
             return self.reply(200, {"choices": [choice]})
         if path == "/v1/chat/completions":
-            if say == "crash":
-                (here / "say").unlink()
+            if say.startswith("crash"):
+                (here / "say").write_text(say.removeprefix("crash").strip())
                 os._exit(9)
-            if say == "sick":
-                state["healthy"] = False
+            if say in ("sick", "late"):
+                threading.Timer(0.2 if say == "late" else 0.0, state.update, [{"healthy": False}]).start()
                 (here / "say").unlink()
                 return self.reply(500, {"error": {"message": "EngineCore encountered an issue"}})
             entry = {"token": "x", "logprob": -1.0, "top_logprobs": []}
@@ -104,6 +105,8 @@ class Handler(BaseHTTPRequestHandler):
             state["paused"] = False
         if path == "/is_paused":
             return self.reply(200, {"is_paused": state["paused"]})
+        while path == "/update_weights" and say == "slow" and (here / "say").exists():
+            time.sleep(0.01)
         if path == "/update_weights" and say == "breaks":
             return self.reply(500, {"error": {"message": "Worker failed with error 'out of memory', please check the stack trace above"}})
         if path in ("/finish_weight_update", "/update_weight_version"):

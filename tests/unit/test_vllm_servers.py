@@ -136,7 +136,7 @@ async def test_a_server_that_can_not_do_what_is_needed_is_refused_with_the_flag(
         await make().start()
 
 
-@pytest.mark.parametrize("end", ["crash", "sick", "worker"])
+@pytest.mark.parametrize("end", ["crash", "sick", "late", "worker"])
 async def test_a_crash_is_a_503_and_the_next_call_waits_for_the_versions_to_be_there_again(
     make: Make, place: Path, tmp_path: Path, end: str
 ) -> None:
@@ -168,10 +168,9 @@ async def test_a_crash_is_a_503_and_the_next_call_waits_for_the_versions_to_be_t
 async def test_a_call_does_not_wait_for_a_restart_longer_than_it_is_told_to(make: Make, place: Path) -> None:
     engine = make(restart_wait_s=0.2)
     await engine.start()
-    (place / "say").write_text("crash")
+    (place / "say").write_text("crash hangs")
     with pytest.raises(RequestRefused):
         await engine.complete(ask())
-    (place / "say").write_text("hangs")
     with pytest.raises(RequestRefused, match="being restarted") as refused:
         await engine.complete(ask())
     assert refused.value.status == 503
@@ -180,10 +179,9 @@ async def test_a_call_does_not_wait_for_a_restart_longer_than_it_is_told_to(make
 async def test_a_server_that_ends_again_and_again_is_given_up_with_its_log(make: Make, place: Path) -> None:
     engine = make(max_restarts=2)
     await engine.start()
-    (place / "say").write_text("crash")
+    (place / "say").write_text("crash dies")
     with pytest.raises(RequestRefused):
         await engine.complete(ask())
-    (place / "say").write_text("dies")
     with pytest.raises(EngineError, match=r"ended 3 times in ten minutes(?s:.*)the model is broken"):
         await engine.complete(ask())
     assert engine.health.startswith("failed")
@@ -277,9 +275,11 @@ async def test_a_server_that_does_not_resume_is_replaced_by_one_with_the_version
 async def test_a_cancelled_publish_ends_with_the_version_before(make: Make, place: Path, tmp_path: Path) -> None:
     engine = make("full", ("solver",))
     await engine.start()
+    (place / "say").write_text("slow")
     publish = asyncio.ensure_future(engine.load("solver", 1, weights(tmp_path / "v1")))
-    await until(lambda: any(str(row["path"]).startswith("/pause") for row in asked(place)))
+    await until(lambda: any(row["path"] == "/update_weights" for row in asked(place)))
     publish.cancel()
+    (place / "say").unlink()
     with pytest.raises(asyncio.CancelledError):
         await publish
     assert engine.serving("solver") == 0

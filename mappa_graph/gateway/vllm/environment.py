@@ -1,4 +1,4 @@
-"""vLLM's own environment: where it is, and how it is made. `python -m mappa_graph.gateway.vllm.environment` makes it (`make vllm`).
+"""vLLM's own environment: where it is, and how it is made. `python -m mappa_graph.gateway.vllm` makes it (`make vllm`).
 
 vLLM pins its own torch and transformers, so it never shares an environment with an app or a trainer. It lies in the cache folder
 ($MAPPA_CACHE, else ~/.cache/mappa-graph) as `vllm-VERSION-BUILD-HASH`, the hash being that of what is installed, so that every checkout of
@@ -73,7 +73,7 @@ def find(python: str | os.PathLike[str] | None = None) -> Environment:
             return inspect(made / "bin" / "python")
     raise EngineError(
         f"vLLM has no environment here: {folder(gpu=has_gpu())} is not there",
-        hint="make it with `make vllm` (or `python -m mappa_graph.gateway.vllm.environment`), or name an interpreter that has vLLM: "
+        hint="make it with `make vllm` (or `python -m mappa_graph.gateway.vllm`), or name an interpreter that has vLLM: "
         "engine.vllm.python, or $MAPPA_VLLM_PYTHON",
     )
 
@@ -141,7 +141,3 @@ def main() -> int:
         return 1
     sys.stdout.write(f"vLLM {made.version} ({'CPU' if made.cpu else 'GPU'} build): {made.python}\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

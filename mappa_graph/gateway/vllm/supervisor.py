@@ -182,15 +182,14 @@ class Server:
         if isinstance(error.__cause__, HttpTimeout):
             return False
         process = self.process
-        for _ in range(20):
+        # The API server says that something is wrong a moment before it knows that its engine is dead.
+        for _ in range(20 if unreachable else 6):
             if process is None or process is not self.process or not self._ready.is_set():
                 return True
             if process.exited.is_set() or await self.control.healthy(2.0) is False:
                 if process is self.process:
                     self.broken()
                 return True
-            if not unreachable:
-                return False
             await asyncio.sleep(0.1)
         return unreachable
 
