@@ -115,9 +115,9 @@ def make_config(data: Mapping[str, Any], *, where: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(dict(data))
     except ValidationError as error:
-        raise ConfigError(
-            "\n  ".join([f"{where}: {len(error.errors())} setting(s) can't be used:", *map(_explain, error.errors())])
-        ) from None
+        # A default that is made of other settings is no mistake of its own where one of those is wrong.
+        wrong = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
+        raise ConfigError("\n  ".join([f"{where}: {len(wrong)} setting(s) can't be used:", *map(_explain, wrong)])) from None
 
 
 def _explain(problem: Any) -> str:
@@ -128,7 +128,8 @@ def _explain(problem: Any) -> str:
         tip = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
         return f"{loc}: unknown setting; {tip}"
     message = problem["msg"].removeprefix("Value error, ")
-    value = "" if isinstance(problem["input"], dict) else f" (got {problem['input']!r})"
+    said = isinstance(problem["input"], dict) or problem["type"] == "finite_number"
+    value = "" if said else f" (got {problem['input']!r})"
     return f"{loc}: {message}{value}" if loc else message
 
 

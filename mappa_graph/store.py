@@ -16,8 +16,9 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -124,34 +125,53 @@ class TraceStore:
 
         Calls are not written (the gateway did); verdicts and an outcome that were added apart stay unless `trace` has its own.
         """
-        episode = trace.episode
-        id = episode.id
-        head = self._dump(to_json(replace(episode, outcome=None)))
-        body = self._dump(write_steps(trace))
-        verdicts = [(id, action, self._dump(to_json(verdict))) for action, verdict in trace.verdicts.items()]
-        actions = [(id, a.id, a.call_id, a.call_index) for a in trace.actions]
-        with self._write("save an episode") as db:
-            db.execute(
-                "INSERT INTO episodes (id, split, iteration, status, payload) VALUES (?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET "
-                "split = excluded.split, iteration = excluded.iteration, status = excluded.status, payload = excluded.payload",
-                (id, episode.split, episode.iteration, episode.status, head),
-            )
-            db.execute("INSERT OR REPLACE INTO bodies VALUES (?,?)", (id, body))
-            db.execute("DELETE FROM actions WHERE episode = ?", (id,))
-            db.executemany("INSERT OR REPLACE INTO actions VALUES (?,?,?,?)", actions)
-            db.executemany("INSERT OR REPLACE INTO verdicts VALUES (?,?,?)", verdicts)
-            if episode.outcome is not None:
-                db.execute("INSERT OR REPLACE INTO outcomes VALUES (?,?)", (id, self._dump(to_json(episode.outcome))))
+        self.save_episodes((trace,))
+
+    def save_episodes(self, traces: Iterable[EpisodeTrace]) -> None:
+        """Keeps episodes, as `save_episode` does, all of them in one transaction: after a failure there is none of them."""
+        rows = [self._episode_rows(trace) for trace in traces]
+        with self._write("save episodes") as db:
+            for head, body, actions, verdicts, outcome in rows:
+                id = head[0]
+                db.execute(
+                    "INSERT INTO episodes (id, split, iteration, status, payload) VALUES (?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET "
+                    "split = excluded.split, iteration = excluded.iteration, status = excluded.status, payload = excluded.payload",
+                    head,
+                )
+                db.execute("INSERT OR REPLACE INTO bodies VALUES (?,?)", (id, body))
+                db.execute("DELETE FROM actions WHERE episode = ?", (id,))
+                db.executemany("INSERT OR REPLACE INTO actions VALUES (?,?,?,?)", actions)
+                db.executemany("INSERT OR REPLACE INTO verdicts VALUES (?,?,?)", verdicts)
+                if outcome is not None:
+                    db.execute("INSERT OR REPLACE INTO outcomes VALUES (?,?)", (id, outcome))
 
     def add_verdict(self, episode_id: str, action_id: str, verdict: Verdict) -> None:
         """Keeps a verdict, before or after its episode is saved. A later one for the same action replaces it."""
-        with self._write("write a verdict") as db:
-            db.execute("INSERT OR REPLACE INTO verdicts VALUES (?,?,?)", (episode_id, action_id, self._dump(to_json(verdict))))
+        self.add_verdicts(episode_id, {action_id: verdict})
+
+    def add_verdicts(self, episode_id: str, verdicts: Mapping[str, Verdict]) -> None:
+        """Keeps verdicts on actions of an episode, by action id, in one transaction; see `add_verdict`."""
+        rows = [(episode_id, action, self._dump(to_json(verdict))) for action, verdict in verdicts.items()]
+        if rows:
+            with self._write("write verdicts") as db:
+                db.executemany("INSERT OR REPLACE INTO verdicts VALUES (?,?,?)", rows)
+
+    def drop_verdicts(self, episode_id: str, action_ids: Iterable[str]) -> None:
+        """Takes verdicts away, so that their actions are pending again. One that there isn't is passed over."""
+        rows = [(episode_id, action) for action in action_ids]
+        if rows:
+            with self._write("take verdicts away") as db:
+                db.executemany("DELETE FROM verdicts WHERE episode = ? AND action = ?", rows)
 
     def set_outcome(self, episode_id: str, outcome: Outcome) -> None:
         """Keeps an episode's grade, before or after the episode is saved."""
         with self._write("write an outcome") as db:
             db.execute("INSERT OR REPLACE INTO outcomes VALUES (?,?)", (episode_id, self._dump(to_json(outcome))))
+
+    def as_kept(self, trace: EpisodeTrace) -> EpisodeTrace:
+        """A trace with its transitions and actions as they would come back from the store: redacted, and of plain JSON."""
+        transitions, actions, edges = read_steps(load(self._dump(write_steps(trace))))
+        return replace(trace, transitions=transitions, actions=actions, edges=edges)
 
     def episode(self, id: str) -> EpisodeTrace | None:
         """The episode with its calls and verdicts joined in."""
@@ -176,14 +196,24 @@ class TraceStore:
     def traces(
         self,
         *,
+        ids: Iterable[str] | None = None,
         split: str | None = None,
         iteration: int | None = None,
         status: EpisodeStatus | None = None,
         limit: int | None = None,
         newest_first: bool = False,
     ) -> Iterator[EpisodeTrace]:
-        """Whole episodes, in the order they were first saved."""
-        for rows in self._pages(split, iteration, status, limit, newest_first, _TRACE_PAGE):
+        """Whole episodes, in the order they were first saved.
+
+        `ids`: only these, in their own order; an id that there isn't is passed over. `newest_first` is refused with it.
+        """
+        if ids is None:
+            pages = self._pages(split, iteration, status, limit, newest_first, _TRACE_PAGE)
+        elif newest_first:
+            raise StoreError("newest_first can't take effect with ids", hint="give the ids in the order that is wanted")
+        else:
+            pages = self._named(ids, split, iteration, status, limit)
+        for rows in pages:
             for row in rows:
                 yield self._trace(read_episode(row))
 
@@ -272,6 +302,18 @@ class TraceStore:
             pack_floats(call.logprobs if kept else ()), dump(payload, DEFLATE_CALL_FROM),
         )  # fmt: skip
 
+    def _episode_rows(self, trace: EpisodeTrace) -> tuple[tuple[Any, ...], bytes, list[Any], list[Any], bytes | None]:
+        """Rows of an episode, its actions and verdicts, the bytes of its body and, where it has one, of its outcome."""
+        episode = trace.episode
+        id, outcome = episode.id, episode.outcome
+        return (
+            (id, episode.split, episode.iteration, episode.status, self._dump(to_json(replace(episode, outcome=None)))),
+            self._dump(write_steps(trace)),
+            [(id, a.id, a.call_id, a.call_index) for a in trace.actions],
+            [(id, action, self._dump(to_json(verdict))) for action, verdict in trace.verdicts.items()],
+            None if outcome is None else self._dump(to_json(outcome)),
+        )
+
     def _trace(self, episode: Episode) -> EpisodeTrace:
         with self._lock:
             body = self._one("SELECT payload FROM bodies WHERE episode = ?", (episode.id,))
@@ -306,6 +348,22 @@ class TraceStore:
         while left > 0 and (rows := self._all(sql, (*values, last, min(page, left)))):
             yield [row[1:] for row in rows]
             last, left = rows[-1][0], left - len(rows)
+
+    def _named(
+        self, ids: Iterable[str], split: str | None, iteration: int | None, status: str | None, limit: int | None
+    ) -> Iterator[list[tuple[Any, ...]]]:
+        """Rows of (episode, outcome) of given episodes, in their order, a page at a time."""
+        where, values = _where(split, iteration, status)
+        left, wanted = limit if limit is not None else 1 << 62, iter(dict.fromkeys(ids))
+        while left > 0 and (page := list(islice(wanted, _TRACE_PAGE))):
+            sql = (
+                "SELECT e.id, e.payload, o.payload FROM episodes e LEFT JOIN outcomes o ON o.episode = e.id"
+                f"{where}{' AND ' if where else ' WHERE '}e.id IN ({','.join('?' * len(page))})"
+            )
+            found = {row[0]: row[1:] for row in self._all(sql, (*values, *page))}
+            rows = [found[id] for id in page if id in found][:left]
+            yield rows
+            left -= len(rows)
 
     def _clean(self, payload: Any) -> Any:
         # The hook gets plain JSON data of its own, so that what it changes in place can't reach the live record.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
 from ..errors import CoachError, ConfigError
 from ..record import Action, EpisodeTrace, Verdict
 from .base import AgentCard, Case, Coach, score_episode
-from .case import case_for, transition_case
+from .case import Cases
 
 When = Literal["completed", "generated", "episode"]
 Unit = Literal["action", "transition"]
@@ -29,7 +29,7 @@ class Store(Protocol):
 
     def traces(self, *, split: str | None = None, iteration: int | None = None) -> Iterator[EpisodeTrace]: ...
 
-    def add_verdict(self, episode_id: str, action_id: str, verdict: Verdict) -> None: ...
+    def add_verdicts(self, episode_id: str, verdicts: Mapping[str, Verdict]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,69 +129,68 @@ async def score_pending(
     totals = _Totals()
     options: dict[str, Any] = {"environment": environment, "reveal_reference": reveal_reference}
 
-    def case_of(trace: EpisodeTrace, ids: Sequence[str], *, hindsight: bool = False) -> Case:
-        if unit == "action":
-            return case_for(trace, ids[0], team, hindsight=hindsight, **options)
-        return attempt_case(trace, ids, team, hindsight=hindsight, **options)
+    def case_of(cases: Cases, ids: Sequence[str], *, hindsight: bool = False) -> Case:
+        return cases.action(ids[0], hindsight=hindsight) if unit == "action" else cases.attempt(ids, hindsight=hindsight)
 
-    def early(trace: EpisodeTrace, ids: Sequence[str]) -> Case:
-        return as_generated(case_of(trace, ids))
+    def early(cases: Cases, ids: Sequence[str]) -> Case:
+        return as_generated(case_of(cases, ids))
 
-    def keep(trace: EpisodeTrace, action_ids: Sequence[str], verdict: Verdict) -> None:
-        for action_id in action_ids:
-            old = trace.verdicts.get(action_id)
-            if verdict.score is not None or old is None or old.score is None:
-                store.add_verdict(trace.episode.id, action_id, verdict)
-        totals.add(verdict, len(action_ids))
-        if progress is not None:
-            progress(verdict)
+    def keep(trace: EpisodeTrace, found: Sequence[tuple[Sequence[str], Verdict]]) -> None:
+        """Writes what came at once, at once."""
+        new = {id: verdict for ids, verdict in found for id in ids}
+        old = {id: trace.verdicts[id].score for id in new if id in trace.verdicts}
+        store.add_verdicts(trace.episode.id, {id: v for id, v in new.items() if v.score is not None or old.get(id) is None})
+        for ids, verdict in found:
+            totals.add(verdict, len(ids))
+            if progress is not None:
+                progress(verdict)
         if watch is not None:
-            for _ in action_ids:
+            for verdict in new.values():
                 watch.add(verdict)
 
     async def one(trace: EpisodeTrace, action_ids: Sequence[str], make: Callable[[], Case]) -> None:
         # A case holds all steps before it, so those of a long episode must not all wait in memory.
         async with slots:
-            keep(trace, action_ids, await _asked(coach, make()))
+            keep(trace, [(action_ids, await _asked(coach, make()))])
 
-    async def whole(trace: EpisodeTrace, wanted: Sequence[str]) -> None:
+    async def whole(trace: EpisodeTrace, episode: Cases, wanted: Sequence[str]) -> None:
         async with slots:
             groups = attempts(trace) if unit == "transition" else [[action.id] for action in _in_order(trace)]
             due = set(wanted)
             if getattr(coach, "score_episode", None) is None:
                 for group in groups:
                     if ids := [i for i in group if i in due]:
-                        keep(trace, ids, await _asked(coach, case_of(trace, group, hindsight=True)))
+                        keep(trace, [(ids, await _asked(coach, case_of(episode, group, hindsight=True)))])
                 return
-            cases = [([i for i in ids if i in due], case_of(trace, ids, hindsight=True)) for ids in groups]
+            cases = [([i for i in ids if i in due], case_of(episode, ids, hindsight=True)) for ids in groups]
             try:
                 found = await score_episode(coach, [case for _, case in cases])
             except CoachError as error:
                 found = {case.action_id: Verdict(None, error=str(error), coach=coach.name) for _, case in cases}
-            for ids, case in cases:
-                if ids:
-                    keep(trace, ids, found.get(case.action_id) or Verdict(None, error="the coach left it out", coach=coach.name))
+            left_out = Verdict(None, error="the coach left it out", coach=coach.name)
+            keep(trace, [(ids, found.get(case.action_id) or left_out) for ids, case in cases if ids])
 
     for batch in _batches(store.traces(split=split, iteration=iteration), concurrency):
         jobs = []
         for trace in batch:
+            episode = Cases(trace, team, **options)
             for transition in unmarked(trace, again=again) if nodes else ():
-                jobs.append(one(trace, [transition], partial(transition_case, trace, transition, team, **options)))
+                jobs.append(one(trace, [transition], partial(episode.transition, transition)))
             wanted = pending_actions(trace, again=again)
             if not wanted:
                 continue
             totals.episodes += 1
             totals.pending += len(wanted)
             if when == "episode":
-                jobs.append(whole(trace, wanted))
+                jobs.append(whole(trace, episode, wanted))
             elif unit == "transition":
+                pending = set(wanted)
                 for ids in attempts(trace):
-                    due = [i for i in ids if i in wanted]
-                    if due:
-                        jobs.append(one(trace, due, partial(case_of, trace, ids)))
+                    if due := [i for i in ids if i in pending]:
+                        jobs.append(one(trace, due, partial(case_of, episode, ids)))
             else:
                 made = case_of if when == "completed" else early
-                jobs += [one(trace, [action_id], partial(made, trace, [action_id])) for action_id in wanted]
+                jobs += [one(trace, [action_id], partial(made, episode, [action_id])) for action_id in wanted]
         await _together(jobs)
     return totals.result()
 
@@ -214,13 +213,6 @@ def attempts(trace: EpisodeTrace) -> list[list[str]]:
     for action in _in_order(trace):
         groups.setdefault((action.transition_id, action.agent), []).append(action.id)
     return list(groups.values())
-
-
-def attempt_case(trace: EpisodeTrace, ids: Sequence[str], team: Sequence[AgentCard], **options: Any) -> Case:
-    """The case of actions that share a score; it goes by the first one's id."""
-    first = next(action for action in trace.actions if action.id == ids[0])
-    others = tuple(a for a in trace.actions if a.transition_id != first.transition_id or a.id in ids)
-    return replace(transition_case(replace(trace, actions=others), first.transition_id, team, **options), action_id=first.id)
 
 
 def as_generated(case: Case) -> Case:

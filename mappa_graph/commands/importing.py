@@ -250,6 +250,11 @@ def _report(console: Console, done: Imported, into: Path) -> None:
         markup=False,
     )
     console.print(f"{done.actions} actions, {done.executions} executions, {rate:.0f} actions a second")
+    if done.unscored:
+        console.print(
+            f"{done.unscored} verdicts were taken away: what they judged has changed. Score those actions again: mappa-graph coach {into}",
+            markup=False,
+        )
     if done.actions:
         console.print(
             f"{done.exact} actions have the gateway's tokens; {done.text_only} are text only: for SFT, preferences and coaching, "

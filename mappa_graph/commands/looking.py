@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated
 
 import typer
@@ -47,7 +48,12 @@ def traces_show(run: RunArgument, episode: Annotated[str, typer.Argument(help="E
     from ..inspect import render_episode
 
     with open_store(run) as store:
-        trace = store.episode(episode) or next((store.episode(e.id) for e in store.episodes() if e.id.startswith(episode)), None)
+        trace = store.episode(episode)
+        if trace is None and episode:
+            near = [e.id for e in islice((e for e in store.episodes() if e.id.startswith(episode)), 3)]
+            if len(near) > 1:
+                raise ConfigError(f"{run} has several episodes that begin with {episode!r}: {', '.join(near)}", hint="give more of the id")
+            trace = next(store.traces(ids=near), None)
         if trace is None:
             raise ConfigError(f"{run} has no episode {episode!r}", hint=f"see: mappa-graph traces list {run}")
         Console().print(render_episode(trace, orphans=store.orphan_counts(trace.episode.id)))

@@ -57,6 +57,7 @@ def trace_of(row: Mapping[str, Any], agent: str | None, notes: Notes) -> SourceT
             "start": start,
             "inputs": {"messages": messages},
             "metadata": metadata,
+            "content": hashlib.sha256(encode(messages)).hexdigest(),
         }
     ]
     asked: dict[str, Mapping[str, Any]] = {}

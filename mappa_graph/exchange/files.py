@@ -27,6 +27,7 @@ FORMATS = ("chat", "langsmith", "otel", "spans")
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet")
 _LOOKED_AT = 2000
 _CHECKED = 4096
+_HASHED = 1 << 20
 
 Placed = tuple[Mapping[str, Any], int]
 """A row, and the place in its file where it begins."""
@@ -52,6 +53,7 @@ class FileSource:
         self._format = format
         self._folder = folder
         self._agent = agent
+        self._marks = _Marks()
         self.name = f"file:{self.path.absolute()}"
         self.known: Callable[[str], bool] | None = None
         """Whether a trace is stored already; set by the importer."""
@@ -62,7 +64,7 @@ class FileSource:
         first, place, resumed = 0, 0, False
         if isinstance(cursor, Mapping) and cursor.get("files") == len(self._files):
             number, at = min(int(cursor.get("file", 0)), len(self._files) - 1), int(cursor.get("at", 0))
-            if cursor.get("mark") == _mark(self._files[number], at):
+            if cursor.get("mark") == self._marks.of(self._files[number], at):
                 first, place, resumed = number, at, bool(number or at)
         items = self._items(first, place, notes)
         looked = list(islice(items, _LOOKED_AT))
@@ -108,7 +110,7 @@ class FileSource:
             return []
 
     def _cursor(self, number: int, at: int, torn: bool = False) -> Callable[[], Any]:
-        return lambda: {"files": len(self._files), "file": number, "at": at, "mark": _mark(self._files[number], at), "torn": torn}
+        return lambda: {"files": len(self._files), "file": number, "at": at, "mark": self._marks.of(self._files[number], at), "torn": torn}
 
     def _streamed(self, items: Iterable[Item], whole_first: bool, resumed: bool) -> Iterator[SourceTrace]:
         """Traces that lie together, as they come; those that turn out to be in pieces are put together at the end.
@@ -302,13 +304,23 @@ def _parquet(path: Path, place: int, notes: Notes) -> Iterator[Placed]:
                 number += 1
 
 
-def _mark(path: Path, at: int) -> str:
-    """Tells whether a file is still the one that was read up to `at`: a hash of what lies before."""
-    if path.name.lower().endswith((".parquet", ".gz")):
-        stat = path.stat()
-        return f"{stat.st_size}/{stat.st_mtime_ns}"
-    with path.open("rb") as file:
-        head = file.read(min(at, _CHECKED))
-        file.seek(max(0, at - _CHECKED))
-        tail = file.read(min(at, _CHECKED))
-    return hashlib.sha256(head + tail).hexdigest()[:16]
+class _Marks:
+    """Tells whether files are still those that were read: a hash of all that lies before a place, made as reading goes on."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._at = 0
+        self._hash = hashlib.sha256()
+
+    def of(self, path: Path, at: int) -> str:
+        if path.name.lower().endswith((".parquet", ".gz")):
+            stat = path.stat()
+            return f"{stat.st_size}/{stat.st_mtime_ns}"
+        if path != self._path or at < self._at:
+            self._path, self._at, self._hash = path, 0, hashlib.sha256()
+        with path.open("rb") as file:
+            file.seek(self._at)
+            while self._at < at and (data := file.read(min(at - self._at, _HASHED))):
+                self._hash.update(data)
+                self._at += len(data)
+        return self._hash.hexdigest()[:32]

@@ -23,10 +23,11 @@ from ..agent import Agent
 from ..capture.structure import Structure
 from ..capture.team import Team
 from ..errors import ConfigError, StoreError
-from ..record import Action, EpisodeTrace, Outcome
+from ..record import EpisodeTrace, Outcome
 from ..store import TraceStore
 from .feedback import rated, write_labels
-from .ledger import Ledger, Rated
+from .keeper import Found, Keeper
+from .ledger import Ledger
 from .messages import fields_of
 from .names import Names, digest_of, named
 from .replay import replay, resumes
@@ -70,7 +71,9 @@ class Imported:
     traces: int = 0
     """New ones."""
     updated: int = 0
-    """Imported before, and stored again since the source has more of them now."""
+    """Imported before, and stored again since the source has more of them now, or other things."""
+    unscored: int = 0
+    """Actions whose verdict was taken away, since what it judged is no longer what they say: they are pending again."""
     known: int = 0
     """Imported before, and left."""
     live: int = 0
@@ -151,6 +154,7 @@ class Importer:
         self._calls = None if calls is None else TraceStore(calls, read_only=True)
         self.store = TraceStore(self.run / "trace.db", redact=redact)
         self.ledger = Ledger(self.run)
+        self._keeper = Keeper(self.store, self.ledger, self._names, self._calls)
 
     def __enter__(self) -> Importer:
         return self
@@ -179,7 +183,7 @@ class Importer:
         team = Team(self._team_of, ())
         notes = Notes(self.strict)
         cursor = None if again else self.ledger.cursor(source.name)
-        batch: list[tuple[SourceTrace, EpisodeTrace, list[Rated], str, bool]] = []
+        batch: list[Found] = []
         seen: dict[str, str] = {}
         last: Any = None
         if hasattr(source, "known"):
@@ -191,7 +195,7 @@ class Importer:
             for given in source.traces(cursor, notes):
                 self._one(given, team, notes, done, batch, seen, source.name)
                 if len(batch) >= BATCH:
-                    self._keep(batch, source.name, _place(given.cursor), done, notes)
+                    self._keeper.keep(batch, source.name, _place(given.cursor), done, notes)
                     seen.clear()
                     done.seconds = time.perf_counter() - began
                     if progress is not None:
@@ -201,7 +205,7 @@ class Importer:
                     if progress is not None:
                         progress(done)
                 last = given.cursor if given.cursor is not None else last
-            self._keep(batch, source.name, _place(last), done, notes)
+            self._keeper.keep(batch, source.name, _place(last), done, notes)
         finally:
             done.agents.update(team.acted)
             done.unknown.update(team.unknown)
@@ -215,7 +219,7 @@ class Importer:
     # -- one trace
 
     def _one(
-        self, given: SourceTrace, team: Team, notes: Notes, done: Imported, batch: list[Any], seen: dict[str, str], source: str
+        self, given: SourceTrace, team: Team, notes: Notes, done: Imported, batch: list[Found], seen: dict[str, str], source: str
     ) -> None:
         try:
             given.id = self._names.id(given.id)
@@ -238,8 +242,8 @@ class Importer:
                 return
             interrupted = None
             if resumes(root):
-                if any(t.episode.status == "interrupted" for _, t, *_ in batch):
-                    self._keep(batch, source, None, done, notes)  # what it resumes may be among these
+                if any(f.trace.episode.status == "interrupted" for f in batch):
+                    self._keeper.keep(batch, source, None, done, notes)  # what it resumes may be among these
                 interrupted = self._interrupted(root)
             trace = named(self._record(given, root, team, done, interrupted), notes)
             found = self._names.rated(rated(root, trace, notes))
@@ -253,15 +257,14 @@ class Importer:
             done.empty += 1
             return
         seen[given.id] = digest
-        batch.append((given, trace, found, digest, known is not None and known.done))
+        batch.append(Found(given, trace, found, digest, known is not None and known.done))
         if known is not None and trace.episode.status == "interrupted":
-            self._keep(batch, source, None, done, notes)  # so that what resumes it is known to have to come again
+            self._keeper.keep(batch, source, None, done, notes)  # so that what resumes it is known to have to come again
 
     def _interrupted(self, root: Span) -> EpisodeTrace | None:
         """The episode that a resumed run goes on with."""
-        for id in self.ledger.interrupted(self._names.thread(root.metadata["thread_id"]) or ""):
-            trace = self.store.episode(id)
-            if trace is not None and (trace.episode.status == "interrupted" or any(a.id in _ids(root) for a in trace.actions)):
+        for trace in self.store.traces(ids=self.ledger.interrupted(self._names.thread(root.metadata["thread_id"]) or "")):
+            if trace.episode.status == "interrupted" or any(a.id in _ids(root) for a in trace.actions):
                 return trace
         return None
 
@@ -304,65 +307,6 @@ class Importer:
                     share = min(1.0, max(0.0, (value - low) / (high - low)))
                     return Outcome(share >= 0.5, str(one.get("comment") or f"{self._outcome_key} {value:g}"), share)
         return None
-
-    # -- a batch
-
-    def _keep(
-        self,
-        batch: list[tuple[SourceTrace, EpisodeTrace, list[Rated], str, bool]],
-        source: str,
-        cursor: Any,
-        done: Imported,
-        notes: Notes,
-    ) -> None:
-        if not batch:
-            return
-        self.ledger.begin(
-            [
-                (g.id, source, g.session, self._names.thread(t.episode.thread_id), digest, _host(g, t), t.episode.status == "interrupted")
-                for g, t, _, digest, _ in batch
-            ]
-        )
-        kept: list[tuple[str, list[Rated]]] = []
-        for given, trace, found, _, before in batch:
-            try:
-                self.store.save_episode(trace)
-            except StoreError:
-                raise
-            except Exception as error:  # noqa: BLE001  a record that can't be written down is its own loss, not that of the batch
-                done.failed += 1
-                notes.add(f"trace that can't be stored: {type(error).__name__}", f"{given.id}: {error}")
-                continue
-            kept.append((given.id, found))
-            self._count(given, trace, before, done)
-        self.ledger.done([id for id, _ in kept], [f for _, found in kept for f in found], source, cursor)
-        batch.clear()
-
-    def _count(self, given: SourceTrace, trace: EpisodeTrace, before: bool, done: Imported) -> None:
-        new = trace.actions
-        if _host(given, trace) is not None:
-            ids = {str(s.get("id")) for s in given.spans}
-            new = tuple(a for a in new if a.id in ids)
-        for action in new:
-            exact = action.call_id is not None and self._has_tokens(action)
-            done.exact += exact
-            done.text_only += not exact
-            done.executions += len(action.executions)
-        done.actions += len(new)
-        done.updated += before
-        done.traces += not before
-
-    def _has_tokens(self, action: Action) -> bool:
-        assert action.call_id is not None
-        call = self.store.call(action.call_id, action.call_index)
-        if call is None and self._calls is not None:
-            call = self._calls.call(action.call_id, action.call_index)
-            if call is not None:
-                self.store.add_call(call)
-                if self._redact is not None:
-                    # Token ids spell out the text: a call that the hook changed is kept without them.
-                    call = self.store.call(action.call_id, action.call_index)
-        return call is not None and bool(call.prompt_ids) and bool(call.completion_ids)
 
 
 @contextmanager
@@ -426,10 +370,6 @@ def task_text(inputs: Any) -> str:
 
 def _place(cursor: Any) -> Any:
     return cursor() if callable(cursor) else cursor
-
-
-def _host(given: SourceTrace, trace: EpisodeTrace) -> str | None:
-    return trace.episode.id if trace.episode.id != given.id else None
 
 
 def _ids(root: Span) -> set[str]:

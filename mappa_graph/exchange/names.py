@@ -65,13 +65,19 @@ class Names:
 
 
 def digest_of(spans: Sequence[Mapping[str, Any]]) -> str:
-    """Says whether a trace has changed since: a hash of what its spans say, in whatever order they came."""
+    """Says whether a trace has changed since: a hash of what its spans say, in whatever order they came.
+
+    What a span was given is left out: what was said before it is what other spans say. Where none does, as in a chat, whose users' and
+    tools' messages are no spans, the source hashes it as `content`.
+    """
     return hashlib.blake2b(b"\0".join(sorted(map(encode, map(_ordered, spans)))), digest_size=16).hexdigest()
 
 
 def _ordered(span: Mapping[str, Any]) -> Mapping[str, Any]:
     feedback = span.get("feedback")
     said = {name: span.get(name) for name in ("id", "outputs", "error")}
+    if "content" in span:
+        said["content"] = span["content"]
     return {**said, "ended": span.get("end") is not None, "feedback": sorted(map(encode, feedback or ()))}
 
 

@@ -14,8 +14,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from .versions import Trial
 HISTORY = "deployment.json"
 CANARY = "canary.json"
 """In a folder of weights: what they must answer, from who trained them."""
-KEPT = 3
-"""How many steps back the weights are kept for; what serves is always kept."""
+KEPT = 5
+"""How many steps back the weights are kept for, where nothing else is said; what serves is always kept."""
+_TOLD = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,21 @@ class Deployment:
         gateway: started, with version 0 of every policy.
         folder: keeps `deployment.json` and the weights of the releases.
         first: policy -> folder of version 0.
+        sources: policy -> where version 0 came from, in words; default: its folder.
+        keep: how many steps back releases are kept for (`gateway.keep_releases`), at least 1. The first weights are not copied: they stay
+            where they lie, and are the last that can be gone back to.
     """
 
-    def __init__(self, gateway: Gateway, folder: Path, first: Mapping[str, Path]) -> None:
+    def __init__(
+        self, gateway: Gateway, folder: Path, first: Mapping[str, Path], *, sources: Mapping[str, str] | None = None, keep: int = KEPT
+    ) -> None:
+        if keep < 1:
+            raise GatewayError(f"{keep} releases can't be kept to go back to", hint="keep 1 or more")
         self.gateway = gateway
         self.folder = folder
         self.first = dict(first)
+        self.sources = {policy: (sources or {}).get(policy) or str(path) for policy, path in self.first.items()}
+        self.keep = keep
         self.releases: list[Release] = []
         self._given: dict[str, int] = {}
         self._lost: dict[str, tuple[int, Trial | None]] = {}
@@ -167,6 +178,9 @@ class Deployment:
     async def rollback(self, policy: str) -> Release | None:
         """Goes back: ends a trial (None is returned), or serves the weights before the current ones, as a new version.
 
+        Called again it goes back further, release by release, and at last to the first weights. `Release.source` names what it went to,
+        and what it passed over since its weights are no longer kept.
+
         Raises `GatewayError` where there is nothing to go back to.
         """
         if policy not in self.first:
@@ -177,14 +191,36 @@ class Deployment:
             return None
         release = self._release(policy, self.gateway.versions()[policy])
         if release is None or release.of == 0:
-            raise GatewayError(f"{policy!r} serves its first weights: there is nothing to go back to")
-        back = release.before
-        while (kept := self._release(policy, back)) is not None:
+            raise GatewayError(f"{policy!r} serves its first weights ({self.sources[policy]}): there is nothing older to go back to")
+        gone: list[int] = []
+        for kept in self._before(release):
             weights = Path(kept.weights)
             if await asyncio.to_thread(_digest, weights) == kept.digest:
-                return await self._serve(policy, self._next(policy), weights, 1.0, f"back to v{back}", of=back, before=kept.before)
-            back = kept.before
-        return await self._serve(policy, self._next(policy), self.first[policy], 1.0, "back to the first weights", of=0, before=0)
+                source = f"back to v{kept.version}: {kept.source}{self._passed(gone)}"
+                return await self._serve(policy, self._next(policy), weights, 1.0, source, of=kept.version, before=kept.before)
+            gone.append(kept.version)
+        first = self.first[policy]
+        digest = await asyncio.to_thread(_digest, first)
+        if digest != self._first.get(policy, digest):
+            raise GatewayError(
+                f"{policy!r} can't go back: nothing older than v{release.of} is kept, and the first weights in {first} are gone or changed",
+                hint=f"v{release.version} goes on; publish the weights that you want: mappa-graph publish FOLDER --agent {policy}",
+            )
+        source = f"back to the first weights: {self.sources[policy]}{self._passed(gone)}"
+        return await self._serve(policy, self._next(policy), first, 1.0, source, of=0, before=0)
+
+    def _before(self, release: Release) -> Iterator[Release]:
+        """The releases that going back from one leads to, the nearest first; the first weights are none."""
+        while (older := self._release(release.policy, release.before)) is not None:
+            yield older
+            release = older
+
+    def _passed(self, gone: Sequence[int]) -> str:
+        """What going back passed over, in words."""
+        if not gone:
+            return ""
+        which = f"v{gone[0]}" if len(gone) == 1 else f"v{gone[0]} to v{gone[-1]}" if len(gone) > 2 else f"v{gone[0]} and v{gone[1]}"
+        return f" (the weights of {which} are gone or were changed; gateway.keep_releases: {self.keep})"
 
     async def _serve(self, policy: str, version: int, weights: Path, share: float, source: str, *, of: int, before: int) -> Release:
         canary = read_canary(weights)
@@ -204,7 +240,9 @@ class Deployment:
         return release
 
     def status(self) -> dict[str, Any]:
-        """What serves now, as JSON: per policy the current version and its release, the version on trial, calls in flight and served."""
+        """What serves now, as JSON: per policy the current version, the version on trial, calls in flight and served, where version 0 came
+        from, the latest releases and those of all that serves, and what can be gone back to (`back`: versions, the nearest first; 0 = the
+        first weights)."""
         metrics, trials, loaded = self.gateway.metrics, self.gateway.trials(), self.gateway.loaded()
         calls: dict[str, dict[str, int]] = {}
         for (policy, version, _), n in metrics.calls.items():
@@ -224,12 +262,26 @@ class Deployment:
                     "inflight": {str(v): n for v, n in loaded[policy].items()},
                     "calls": calls.get(policy, {}),
                     "tokens": tokens[policy],
-                    "releases": [asdict(r) for r in self.releases if r.policy == policy][-10:],
+                    "first": {"source": self.sources[policy], "weights": str(self.first[policy])},
+                    "releases": self._told(policy, {version, *loaded[policy]}),
+                    "back": self._back(policy, version),
                 }
                 for policy, version in self.gateway.versions().items()
             },
             "errors": {str(status): n for status, n in metrics.errors.items()},
         }
+
+    def _told(self, policy: str, serving: Set[int]) -> list[dict[str, Any]]:
+        """The latest releases of a policy, and all that serve, in order."""
+        own = [r for r in self.releases if r.policy == policy]
+        return [asdict(r) for i, r in enumerate(own) if i >= len(own) - _TOLD or r.version in serving]
+
+    def _back(self, policy: str, version: int) -> list[int]:
+        """The versions that going back leads to one after another."""
+        release = self._release(policy, version)
+        if release is None or release.of == 0:
+            return []
+        return [*(older.version for older in self._before(release) if Path(older.weights).is_dir()), 0]
 
     def _release(self, policy: str, version: int) -> Release | None:
         return next((r for r in self.releases if r.policy == policy and r.version == version), None)
@@ -250,10 +302,8 @@ class Deployment:
         trial = self.gateway.trials().get(policy)
         needed: set[int] = set()
         for serving in (self.gateway.versions()[policy], *([trial.version] if trial else [])):
-            release, steps = self._release(policy, serving), 0
-            while release is not None and steps <= KEPT:
-                needed.add(release.of)
-                release, steps = self._release(policy, release.before), steps + 1
+            if (release := self._release(policy, serving)) is not None:
+                needed |= {release.of, *(older.version for older in islice(self._before(release), self.keep))}
         for folder in (self.folder / "releases" / policy).glob("v*"):
             if folder.name[1:].isdigit() and int(folder.name[1:]) not in needed:
                 shutil.rmtree(folder, ignore_errors=True)

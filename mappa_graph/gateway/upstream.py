@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from ..codec import decode, encode
 from ..errors import ConfigError, EngineError
+from . import replies
 from .engine import Chunk, Completion, Passed, Request, RequestRefused
 from .events import Merger, events, tokens
 from .http import HttpClient, HttpError, HttpTimeout, Reply
@@ -112,6 +113,8 @@ class UpstreamEngine:
 
     async def complete(self, request: Request) -> Sequence[Completion]:
         response = await self._send("POST", _path(request), encode(self._body(request, stream=False)))
+        if request.prompt is None and request.top_logprobs is None and (plain := replies.completions(response.body)) is not None:
+            return plain
         try:
             data = decode(response.body)
             prompt_ids, usage = data.get("prompt_token_ids"), data.get("usage") or None

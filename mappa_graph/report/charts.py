@@ -96,8 +96,10 @@ def learning(run: Run, css: Mapping[str, str]) -> str:
         for agent in run.agents
     ]
     first, last, when = _strata(run)
+    sizes = _sizes(run.rows)
+    many = f" ({min(sizes)} to {max(sizes)} of them)" if len(sizes) > 1 else ""
     blocks = [
-        figure("Accuracy", "Share of tasks solved: training rollouts, and held-out tasks with 95% intervals.",
+        figure("Accuracy", f"Share of tasks solved: training rollouts, and held-out tasks{many} with 95% intervals.",
                 line_chart(accuracy, label="accuracy by iteration", y=(0.0, 1.0), form=percent, ends=True)),
         figure("Coach score by agent", "Mean over the iteration’s scored actions, 0 to 10, with the mean’s 95% interval.",
                 line_chart(scores, label="mean coach score by agent and iteration", y=(0.0, 10.0), form=_one, ends=True)),
@@ -193,12 +195,23 @@ def _score_interval(values: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def _strata(run: Run) -> tuple[dict[str, float], dict[str, float], str]:
+    if run.common is not None and (last := _rates(section(run.common[1], "by_stratum"))):
+        shared = f"The {number(run.common[1], 'n') or 0:.0f} held-out tasks that the first and the last evaluation share"
+        return _rates(section(run.common[0], "by_stratum")), last, shared
     for part, name in (("heldout", "Held-out tasks"), ("rollout", "Training rollouts")):
-        found = [_rates(section(r, part, "by_stratum")) for r in run.rows]
-        found = [f for f in found if f]
-        if found:
-            return (found[0], found[-1], name) if len(found) > 1 else ({}, found[0], name)
+        rows = [r for r in run.rows if _rates(section(r, part, "by_stratum"))]
+        if not rows:
+            continue
+        if part == "heldout" and len(sizes := _sizes([rows[0], rows[-1]])) > 1:
+            name = f"{name}, of different numbers ({' and '.join(map(str, sizes))})"
+        first, last = (_rates(section(r, part, "by_stratum")) for r in (rows[0], rows[-1]))
+        return (first, last, name) if len(rows) > 1 else ({}, last, name)
     return {}, {}, ""
+
+
+def _sizes(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many tasks held-out evaluations were of: each number once, in order."""
+    return list(dict.fromkeys(int(n) for row in rows if (n := number(row, "heldout", "n")) is not None))
 
 
 def _rates(by_stratum: Mapping[str, Any]) -> dict[str, float]:

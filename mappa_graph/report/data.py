@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, StoreError
-from ..record import EpisodeTrace, Failure
+from ..record import Episode, EpisodeTrace, Failure
 from ..store import TraceStore
 from .choose import Pair, choose_failed, choose_pairs
 from .flow import Flow, GraphShape, flow_of, shape_from_summary, shape_from_traces
@@ -41,6 +41,8 @@ class Run:
     episodes: int = 0
     passes: Sequence[Mapping[str, Any]] = ()
     """`coaching.jsonl`: what each later scoring pass did and cost, in order."""
+    common: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+    """The first and the last evaluation on the tasks that both have, where they had not the same ones and the store holds them."""
     notes: Sequence[str] = ()
 
     @property
@@ -102,7 +104,7 @@ def _with_traces(base: Run, store: TraceStore, notes: list[str], pairs: int, per
     seen: list[EpisodeTrace] = []
     for iteration in dict.fromkeys((trained[0], trained[-1]) if trained else ()):
         chosen = [e.id for e in index if e.split == "train" and e.iteration == iteration and e.status == "done"][:per_iteration]
-        traces = [t for t in map(store.episode, chosen) if t is not None]
+        traces = list(store.traces(ids=chosen))
         seen += traces
         flows.append((iteration, flow_of(traces)))
     run = _with_shape(base, notes, seen)
@@ -119,9 +121,73 @@ def _with_traces(base: Run, store: TraceStore, notes: list[str], pairs: int, per
         failures=dict(store.failures()) or run.failures,
         latest_failures=store.failure_list(20),
         episodes=len(index),
+        common=_common(index, evaluated(run)),
         passes=run.passes,
         notes=run.notes,
     )
+
+
+def evaluated(run: Run) -> list[Mapping[str, Any]]:
+    """The rows with a held-out evaluation, in order."""
+    return [row for row in run.rows if number(row, "heldout", "accuracy") is not None]
+
+
+def before_after(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
+    """Held-out evaluations before and after training, and whether they are of as many tasks, so that they may be compared.
+
+    From the summary or, while there is none, the first and the last so far: those in between may be of fewer tasks
+    (`evaluate.between_tasks`), and are then compared on the tasks that both have, where the store holds them.
+    """
+    before, after = section(run.summary, "before"), section(run.summary, "after")
+    tested = [section(row, "heldout") for row in evaluated(run)]
+    if number(before, "accuracy") is None and tested:
+        before = tested[0]
+    if number(after, "accuracy") is None and len(tested) > 1:
+        if run.common is not None:
+            return *run.common, True
+        after = tested[-1]
+    sizes = number(before, "n"), number(after, "n")
+    return before, after, None in sizes or sizes[0] == sizes[1]
+
+
+def _common(index: Sequence[Episode], rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    if len(rows) < 2 or number(rows[0], "heldout", "n") == number(rows[-1], "heldout", "n"):
+        return None
+    first, last = (_by_task(index, row) for row in (rows[0], rows[-1]))
+    shared = sorted(first.keys() & last.keys())
+    for tasks, row in ((first, rows[0]), (last, rows[-1])):
+        if not shared or len(tasks) != number(row, "heldout", "n"):
+            return None  # not all of its episodes are here: what they share would be a selection
+    return _on(first, shared), _on(last, shared)
+
+
+def _by_task(index: Sequence[Episode], row: Mapping[str, Any]) -> dict[str, list[Episode]]:
+    """An evaluation's episodes by task."""
+    iteration = number(row, "iteration")
+    mode = str(section(row, "heldout").get("mode"))
+    found: dict[str, list[Episode]] = {}
+    for e in index:
+        if e.split != "train" and e.iteration == iteration and e.split.endswith((f"/{mode}", f"/{mode}@{e.iteration}")):
+            found.setdefault(e.task_id, []).append(e)
+    return found
+
+
+def _on(tasks: Mapping[str, Sequence[Episode]], shared: Sequence[str]) -> Mapping[str, Any]:
+    """An evaluation on some of its tasks, as `Evaluation.to_dict` has it; an episode that failed counts as wrong."""
+    from ..evaluation import wilson
+
+    rates = {task: sum(e.outcome is not None and e.outcome.success for e in tasks[task]) / len(tasks[task]) for task in shared}
+    strata: dict[str, list[float]] = {}
+    for task, rate in rates.items():
+        if tasks[task][0].stratum:
+            strata.setdefault(tasks[task][0].stratum, []).append(rate)
+    total = sum(rates.values())
+    return {
+        "accuracy": total / len(shared),
+        "n": len(shared),
+        "ci95": list(wilson(total, len(shared))),
+        "by_stratum": {name: sum(values) / len(values) for name, values in sorted(strata.items())},
+    }
 
 
 def _with_shape(base: Run, notes: list[str], traces: Sequence[EpisodeTrace]) -> Run:

@@ -15,7 +15,7 @@ from ..inspect import light, score_rgb
 from . import charts, coaching
 from . import health as healths
 from .browser import episode_pairs, single_episodes
-from .data import Run, number, section
+from .data import Run, before_after, evaluated, number, section
 from .evaluations import best_tile, evaluations
 from .picture import draw, layout
 from .svg import esc, interval_rule, percent, seconds, short
@@ -93,7 +93,6 @@ def _legend(css: Mapping[str, str]) -> str:
 
 
 def _headline(run: Run, environment: str) -> str:
-    before, after = before_after(run)
     facts = [str(run.summary[key]) for key in ("engine", "model") if run.summary.get(key)]
     facts += [f"seed {run.summary['seed']}"] if run.summary.get("seed") is not None else []
     facts += [f"run {run.name}"]
@@ -105,38 +104,39 @@ def _headline(run: Run, environment: str) -> str:
     notes += "".join(f'<p class="note">Iteration {at}: {esc(text)}</p>' for at, text in coaching.alarms(run)[:1])
     return (
         f'<header class="head"><div class="who"><h1>{esc(environment)}</h1>{state}<span class="facts">{esc(" · ".join(facts))}</span></div>'
-        f'<div class="hero">{_hero(before, after)}{_tiles(run)}</div>{notes}</header>'
+        f'<div class="hero">{_hero(run)}{_tiles(run)}</div>{notes}</header>'
     )
 
 
-def before_after(run: Run) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Held-out accuracy before and after training: from the summary or, while there is none, the first and last evaluation so far."""
-    before, after = section(run.summary, "before"), section(run.summary, "after")
-    tested = [section(row, "heldout") for row in run.rows if number(row, "heldout", "accuracy") is not None]
-    if number(before, "accuracy") is None and tested:
-        before = tested[0]
-    if number(after, "accuracy") is None and len(tested) > 1:
-        after = tested[-1]
-    return before, after
-
-
-def _hero(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def _hero(run: Run) -> str:
+    before, after, alike = before_after(run)
     first, last = number(before, "accuracy"), number(after, "accuracy")
     if first is None and last is None:
         return '<div class="result"><p class="lead">Held-out accuracy</p><p class="big quiet">not evaluated yet</p></div>'
     gain = ""
-    if first is not None and last is not None:
+    if first is not None and last is not None and alike:
         points = (last - first) * 100
         gain = f'<span class="gain {"up" if points > 0 else "down"}">{points:+.1f} points</span>'
     numbers = '<span class="to">→</span>'.join(f"<span>{percent(v)}</span>" for v in (first, last) if v is not None)
-    counts = {int(n) for n in (number(before, "n"), number(after, "n")) if n is not None}
-    of = f", {' and '.join(str(n) for n in sorted(counts))} tasks" if counts else ""
+    counts = list(dict.fromkeys(int(n) for n in (number(before, "n"), number(after, "n")) if n is not None))
+    of = f", {' and '.join(map(str, counts))} tasks" if counts else ""
     rule = interval_rule(_interval(before), _interval(after), label="held-out accuracy before and after, with 95% intervals")
-    when = "before → after training" if last is not None else "before training"
+    when = "before training" if last is None else "before → after training" if run.finished else "before training → so far"
     return (
         f'<div class="result"><p class="lead">Held-out accuracy, {when}{of}</p><p class="big">{numbers}{gain}</p>'
-        f'{rule}<p class="aside">Bars are 95% intervals.</p></div>'
+        f'{rule}<p class="aside">Bars are 95% intervals.{esc(_apart(run, alike))}</p></div>'
     )
+
+
+def _apart(run: Run, alike: bool) -> str:
+    """What has to be said where the first and the last evaluation are not of the same tasks."""
+    if not alike:
+        return " The two are of different numbers of tasks, and their difference says nothing."
+    rows = evaluated(run)
+    if run.finished or run.common is None:
+        return ""
+    sizes = [int(number(row, "heldout", "n") or 0) for row in (rows[0], rows[-1])]
+    return f" The evaluations were of {sizes[0]} and of {sizes[1]} tasks; both are shown on those that they share."
 
 
 def _interval(part: Mapping[str, Any]) -> tuple[float, float, float] | None:

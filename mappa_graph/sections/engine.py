@@ -138,3 +138,5 @@ class GatewayConfig(Section):
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65_535)
+    keep_releases: int = Field(default=5, ge=1)
+    """How many steps back `mappa-graph serve` keeps the weights that it served, for `rollback`. The first weights always stay."""

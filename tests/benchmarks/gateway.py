@@ -114,10 +114,12 @@ def serve_upstream(port: int) -> None:
 
 def serve_gateway(port: int, upstream: str, folder: str) -> None:
     from mappa_graph.gateway import Gateway
+    from mappa_graph.gateway.server import keep_collector_away
     from mappa_graph.gateway.upstream import UpstreamEngine
     from mappa_graph.store import TraceStore
 
     with TraceStore(Path(folder) / "trace.db") as store, Gateway(UpstreamEngine(upstream, {"served": "served"}), store, port=port):
+        keep_collector_away()  # as `mappa-graph serve` does
         sys.stdin.read()
 
 

@@ -48,7 +48,6 @@ graph = builder.compile().with_config(callbacks=[callback])
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, OpenAIServer, Path]]:
-    pytest.importorskip("langgraph_api", reason="needs langgraph-cli[inmem]")
     (tmp_path / "agent.py").write_text(APP)
     (tmp_path / "langgraph.json").write_text(json.dumps({"dependencies": ["."], "graphs": {"agent": "./agent.py:graph"}}))
     with socket.socket() as probe:

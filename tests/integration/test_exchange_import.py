@@ -29,7 +29,7 @@ from mappa_graph.exchange.langsmith import LangSmithSource
 from mappa_graph.exchange.spans import ImportProblem
 from mappa_graph.gateway import Gateway
 from mappa_graph.gateway.engine import Request
-from mappa_graph.record import EpisodeTrace
+from mappa_graph.record import EpisodeTrace, Verdict
 from mappa_graph.trainers.batch import samples_from_trace
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.langsmith import LangSmith
@@ -169,6 +169,58 @@ def test_an_appended_file_is_read_from_where_it_ended_and_a_changed_one_anew(tmp
     assert len(stored(run)) == 211
 
 
+@pytest.mark.parametrize(("edited", "again"), [(1, "5 + 3?"), (3, "9"), (5, "Are you sure?"), (0, "Be blunt.")])
+def test_a_chat_whose_middle_was_edited_replaces_the_first_and_takes_away_the_scores_of_what_it_changed(
+    edited: int, again: str, tmp_path: Path
+) -> None:
+    rows, run = [chat(i) for i in range(150)], tmp_path / "run"
+    path = write(tmp_path / "chats.jsonl", rows)  # the edited chat lies in the middle of a file that is read by places
+    command("import", str(path), "--into", str(run))
+    with TraceStore(run / "trace.db") as store:
+        for trace in store.traces():
+            store.add_verdicts(trace.episode.id, {a.id: Verdict(8.0) for a in trace.actions})
+    rows[70]["messages"][edited]["content"] = again
+    write(path, rows)
+    said = command("import", str(path), "--into", str(run))
+    assert "0 traces in, 1 updated, 149 known" in said
+    changed = sum(place > edited for place in (2, 4, 6)) + (edited == 3)  # actions that saw it, and the one whose tool answered so
+    assert f"{changed} verdicts were taken away" in said and f"mappa-graph coach {run}" in said
+    traces = {t.episode.id: t for t in stored(run)}
+    new = traces.pop("chat 70")
+    assert new.actions[-1].messages[edited]["content"] == again and len(traces) == 149
+    assert len(new.verdicts) == 3 - changed and all(len(t.verdicts) == 3 for t in traces.values())
+    assert "0 traces in, 0 updated" in command("import", str(path), "--into", str(run), "--again")
+    rows[70] = chat(70) | {"messages": chat(70)["messages"][:3]}
+    said = command("import", str(write(path, rows)), "--into", str(run))
+    assert "1 updated" in said and len({t.episode.id: t for t in stored(run)}["chat 70"].actions) == 1
+
+
+def test_scores_stay_where_a_trace_comes_again_with_the_same_words(tmp_path: Path) -> None:
+    run, row = tmp_path / "run", chat(1)
+    write(tmp_path / "c.jsonl", [row])
+    command("import", str(tmp_path / "c.jsonl"), "--into", str(run), "--redact", "all")
+    with TraceStore(run / "trace.db") as store:
+        (trace,) = store.traces()
+        store.add_verdicts(trace.episode.id, {a.id: Verdict(8.0) for a in trace.actions})
+    row["messages"] += [{"role": "user", "content": "And 9 + 9, ann@example.org?"}, {"role": "assistant", "content": "18."}]
+    row["score"] = 1
+    said = command("import", str(write(tmp_path / "c.jsonl", [row])), "--into", str(run), "--redact", "all")
+    assert "1 updated" in said and "taken away" not in said
+    (trace,) = stored(run)
+    assert [trace.verdicts.get(a.id) for a in trace.actions] == [Verdict(8.0)] * 3 + [None]
+
+
+def test_one_trace_that_can_not_be_stored_does_not_take_its_batch_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hook(payload: Any) -> Any:
+        if "3 + 2?" in json.dumps(payload) and "transitions" in payload:
+            raise ValueError("the hook fails on this one")
+        return payload
+
+    done = import_traces(FileSource(write(tmp_path / "c.jsonl", [chat(i) for i in range(8)]), tmp_path), tmp_path, redact=hook)
+    assert (done.traces, done.failed) == (7, 1) and done.problems["trace that can't be stored: ValueError"] == 1
+    assert [t.episode.id for t in stored(tmp_path)] == [f"chat {i}" for i in range(8) if i != 3]
+
+
 def test_an_import_that_is_killed_at_any_moment_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     path = write(tmp_path / "chats.jsonl", [chat(i) for i in range(800)])
     run = tmp_path / "run"
@@ -250,8 +302,6 @@ async def test_actions_find_their_tokens_in_the_gateways_store_by_id(tmp_path: P
                 assert (call.prompt_ids, call.completion_ids) == ((1, number), (2, number))
                 assert (action.agent, action.trainable) == ("solver", True)
                 with TraceStore(run / "trace.db") as store:
-                    from mappa_graph import Verdict
-
                     store.add_verdict(trace.episode.id, action.id, Verdict(10.0))
             samples = [s for t in stored(run) for s in samples_from_trace(t, gamma=0.9)[0]]
             assert len(samples) == 6 and all(s.ret == 1.0 for s in samples)

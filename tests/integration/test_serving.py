@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -37,17 +38,18 @@ def weights(root: Path, name: str, content: bytes = b"x") -> Path:
 class Running:
     """A deployment as `serve` makes it, over a scripted engine."""
 
-    def __init__(self, folder: Path, first: Path) -> None:
+    def __init__(self, folder: Path, first: Path, **options: Any) -> None:
         self.admin = Admin("admin-key")
         self.engine = ScriptedEngine("solver", "critic")
         self.store = TraceStore(folder / "trace.db")
         self.gateway = Gateway(self.engine, self.store, routes=self.admin.routes())
         self.folder = folder
         self.first = first
+        self.options = options
 
     async def __aenter__(self) -> Running:
         await self.gateway.__aenter__()
-        self.deployment = Deployment(self.gateway, self.folder, {"solver": self.first, "critic": self.first})
+        self.deployment = Deployment(self.gateway, self.folder, {"solver": self.first, "critic": self.first}, **self.options)
         self.failed = await self.deployment.restore()
         self.admin.deployment = self.deployment
         self._announced = self.admin.announced(self.folder, self.gateway.url)
@@ -88,7 +90,7 @@ async def test_a_share_of_the_calls_meets_the_version_on_trial_and_the_record_sa
 
 async def test_publish_rollback_and_publish_go_back_to_what_served_before_and_never_reuse_a_number(served: Running, tmp_path: Path) -> None:
     deployment = served.deployment
-    with pytest.raises(GatewayError, match="nothing to go back to"):
+    with pytest.raises(GatewayError, match="nothing older to go back to"):
         await deployment.rollback("solver")
     await deployment.publish("solver", weights(tmp_path, "good"))
     await deployment.publish("solver", weights(tmp_path, "bad"))
@@ -99,7 +101,7 @@ async def test_publish_rollback_and_publish_go_back_to_what_served_before_and_ne
     assert again is not None and (again.version, again.of) == (5, 1)  # not v2, which was left for good reason
     first = await deployment.rollback("solver")
     assert first is not None and (first.version, first.of) == (6, 0)
-    with pytest.raises(GatewayError, match="nothing to go back to"):
+    with pytest.raises(GatewayError, match="nothing older to go back to"):
         await deployment.rollback("solver")
     assert served.gateway.versions() == {"solver": 6, "critic": 0}
 
@@ -226,7 +228,78 @@ async def test_weights_that_can_be_gone_back_to_are_kept_and_others_are_not(serv
     for number in range(8):
         await served.deployment.publish("solver", weights(tmp_path, f"w{number}"))
     kept = sorted(p.name for p in (served.folder / "releases" / "solver").iterdir())
-    assert kept == ["v5", "v6", "v7", "v8"]
+    assert kept == ["v3", "v4", "v5", "v6", "v7", "v8"]  # what serves, and five steps back
+
+
+async def test_going_back_again_and_again_passes_every_release_that_is_kept_and_ends_at_the_first_weights(
+    served: Running, tmp_path: Path
+) -> None:
+    deployment = served.deployment
+    for number in range(1, 5):
+        await deployment.publish("solver", weights(tmp_path, f"w{number}"), source=f"run {number}")
+    assert deployment.status()["policies"]["solver"]["back"] == [3, 2, 1, 0]
+    for version, (of, said, older) in enumerate(
+        [(3, "back to v3: run 3", [2, 1, 0]), (2, "back to v2: run 2", [1, 0]), (1, "back to v1: run 1", [0])], start=5
+    ):
+        back = await deployment.rollback("solver")
+        assert back is not None and (back.version, back.of, back.source) == (version, of, said)
+        assert served.gateway.versions()["solver"] == version and f"w{of}" in (Path(back.weights) / "model.safetensors").read_text()
+        assert deployment.status()["policies"]["solver"]["back"] == older
+    first = await deployment.rollback("solver")
+    assert first is not None and (first.of, first.source) == (0, f"back to the first weights: {served.first}")
+    with pytest.raises(GatewayError, match="there is nothing older to go back to"):
+        await deployment.rollback("solver")
+
+
+async def test_going_back_past_what_is_kept_says_what_it_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "live").mkdir()
+    async with Running(tmp_path / "live", weights(tmp_path, "first"), keep=1, sources={"solver": "runs/a, best"}) as run:
+        for number in range(1, 6):
+            await run.deployment.publish("solver", weights(tmp_path, f"w{number}"))
+        assert sorted(p.name for p in (tmp_path / "live" / "releases" / "solver").iterdir()) == ["v4", "v5"]
+        assert run.deployment.status()["policies"]["solver"]["back"] == [4, 0]
+        back = await run.deployment.rollback("solver")
+        assert back is not None and back.of == 4 and "gone" not in back.source
+        first = await run.deployment.rollback("solver")
+        assert first is not None and first.of == 0
+        assert first.source == (
+            "back to the first weights: runs/a, best (the weights of v3 to v1 are gone or were changed; gateway.keep_releases: 1)"
+        )
+    with pytest.raises(GatewayError, match="0 releases can't be kept"):
+        Deployment(run.gateway, tmp_path / "live", {}, keep=0)
+
+
+async def test_a_release_that_was_changed_on_disk_is_passed_over_and_named(served: Running, tmp_path: Path) -> None:
+    deployment = served.deployment
+    for number in range(1, 4):
+        await deployment.publish("solver", weights(tmp_path, f"w{number}"), source=f"run {number}")
+    (served.folder / "releases" / "solver" / "v2" / "model.safetensors").write_bytes(b"other")
+    back = await deployment.rollback("solver")
+    assert back is not None and back.of == 1 and back.source.startswith("back to v1: run 1 (the weights of v2 are gone or were changed")
+    (served.first / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(GatewayError, match=r"nothing older than v1 is kept, and the first weights in .* are gone or changed"):
+        await deployment.rollback("solver")
+    assert served.gateway.versions()["solver"] == 4
+
+
+async def test_going_back_works_across_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "live").mkdir()
+    first = weights(tmp_path, "first")
+    async with Running(tmp_path / "live", first) as run:
+        for number in range(1, 5):
+            await run.deployment.publish("solver", weights(tmp_path, f"w{number}"))
+        await run.deployment.rollback("solver")
+    async with Running(tmp_path / "live", first) as run:
+        assert [(await run.deployment.rollback("solver")).of for _ in range(3)] == [2, 1, 0]  # type: ignore[union-attr]
+
+
+async def test_what_serves_is_named_however_many_releases_came_after(served: Running, tmp_path: Path) -> None:
+    await served.deployment.publish("solver", weights(tmp_path, "good"), source="the good run")
+    for number in range(12):
+        await served.deployment.publish("solver", weights(tmp_path, f"t{number}"), share=0.1)
+    told = served.deployment.status()["policies"]["solver"]
+    assert [r["source"] for r in told["releases"] if r["version"] == told["version"]] == ["the good run"] and told["back"] == [0]
+    assert told["first"] == {"source": str(served.first), "weights": str(served.first)}
 
 
 async def test_the_client_in_another_process_needs_the_key_and_finds_the_deployment(served: Running, tmp_path: Path) -> None:
@@ -278,11 +351,65 @@ def test_a_canary_that_is_none_is_said(tmp_path: Path) -> None:
         read_canary(folder)
 
 
-@pytest.mark.slow
-def test_serve_publish_status_and_rollback_from_the_command_line(tmp_path: Path) -> None:
+class Trained:
+    """What a trainer saves of one policy."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+
+    def save(self, folder: Path) -> None:
+        shutil.copytree(self.model, folder / "policies" / "solver")
+
+
+def said_by(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
     from mappa_graph.cli import main
+
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as done:
+        main(list(args))
+    told = "".join(capsys.readouterr())
+    assert done.value.code == code, told
+    return " ".join(told.split())
+
+
+def test_without_a_step_the_best_checkpoint_is_taken_and_the_last_where_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mappa_graph.trainers.checkpoint import save_checkpoint
+
+    monkeypatch.setenv("COLUMNS", "400")
+    judged, unjudged = tmp_path / "judged", tmp_path / "unjudged"
+    for step in (1, 2):
+        model = Trained(weights(tmp_path, f"w{step}"))
+        save_checkpoint(judged / "checkpoints", step, model, {"best": {"iteration": 1}})
+        save_checkpoint(unjudged / "checkpoints", step, model, {"best": {}})
+
+    def taken(run: Path, *args: str) -> str:
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        said_by(capsys, "weights", str(run), "--out", str(out), *args)
+        return (out / "solver" / "model.safetensors").read_text()
+
+    assert taken(judged) == taken(judged, "--step", "best") == "xw1"
+    assert taken(judged, "--step", "last") == "xw2"
+    assert taken(unjudged) == taken(unjudged, "--step", "last") == "xw2"
+    assert "has no best checkpoint" in said_by(capsys, "weights", str(unjudged), "--out", str(tmp_path / "o"), "--step", "best", code=1)
+    shutil.rmtree(judged / "checkpoints" / "step-00000001")  # a best one that is gone is not passed over
+    assert "checkpoint 1 of run" in said_by(capsys, "weights", str(judged), "--out", str(tmp_path / "o"), code=1)
+    assert "--step best can't take effect" in said_by(capsys, "serve", "demo", "--step", "best", code=1)
+    for share in ("nan", "inf", "0"):
+        assert f"--share {float(share)} is no share" in said_by(capsys, "publish", str(judged), "--share", share, code=1)
+    assert "--seconds nan can't be waited" in said_by(capsys, "status", "--seconds", "nan", code=1)
+
+
+@pytest.mark.slow
+def test_serve_publish_status_and_rollback_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mappa_graph.cli import main
+    from mappa_graph.trainers.checkpoint import save_checkpoint
     from tests.fakes.tinymodel import make_tiny_model
 
+    monkeypatch.setenv("COLUMNS", "400")
     models = [make_tiny_model(tmp_path / f"m{seed}", seed) for seed in range(2)]
     live = tmp_path / "live"
     environment = """
@@ -293,9 +420,10 @@ def build(models):
 team = Environment("team", agents=[Agent("solver")], build_graph=build, tasks=[Task("t", "p")], grade=lambda t, s: True)
 """
     (tmp_path / "served_team.py").write_text(environment)
+    save_checkpoint(tmp_path / "run" / "checkpoints", 3, Trained(models[0]), {"best": {"iteration": 3}})
     (tmp_path / "served.yaml").write_text(f"model: {models[0]}\nenvironment:\n  name: served_team:team\n")
     server = subprocess.Popen(
-        [sys.executable, "-m", "mappa_graph.cli", "serve", "served.yaml", "--port", "0", "--run", str(live)],
+        [sys.executable, "-m", "mappa_graph.cli", "serve", "served.yaml", "--port", "0", "--run", str(live), "--from", "run"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "COLUMNS": "400", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -313,10 +441,14 @@ team = Environment("team", agents=[Agent("solver")], build_graph=build, tasks=[T
         url = json.loads((live / CONTROL).read_text())["url"]
         reply = httpx.post(f"{url}/v1/chat/completions", json={**ASK, "model": "solver@v1"}, timeout=60)
         assert reply.json()["model"] == "solver@v1"
-        for args in (["publish", "--promote"], ["status"], ["rollback"]):
-            with pytest.raises(SystemExit) as done:
-                main([*args, *main_args])
-            assert done.value.code == 0
+        assert "(first weights: run, best)" in said
+        assert "first weights: run, best" in said_by(capsys, "status", *main_args)
+        for args in (["publish", "--promote"], ["status"]):
+            said_by(capsys, *args, *main_args)
+        told = said_by(capsys, "rollback", *main_args)
+        assert "solver: v2 serves: back to the first weights: run, best; there is nothing older" in told
+        told = said_by(capsys, "rollback", *main_args, code=1)
+        assert "every policy serves its first weights, solver (run, best): there is nothing older to go back to" in told
         assert httpx.get(f"{url}/health").json()["versions"] == {"solver": 2}
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0

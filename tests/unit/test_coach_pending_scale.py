@@ -1,6 +1,7 @@
 """Scoring a large store: what a pass holds in memory does not grow with an episode's length or with the number of causes."""
 
 from mappa_graph.coach import EvidenceCoach, pending
+from mappa_graph.coach.case import Cases
 from mappa_graph.coach.pending import score_pending
 from mappa_graph.errors import CoachError
 from mappa_graph.store import TraceStore
@@ -21,13 +22,13 @@ def stored(tmp_path, actions):
 async def made_and_scored(tmp_path, monkeypatch, when):
     """The most cases of one episode that were made and not yet scored, with two at once."""
     waiting, most = 0, 0
-    real = pending.case_for
 
-    def case_for(*args, **options):
-        nonlocal waiting, most
-        waiting += 1
-        most = max(most, waiting)
-        return real(*args, **options)
+    class Counted(Cases):
+        def action(self, *args, **options):
+            nonlocal waiting, most
+            waiting += 1
+            most = max(most, waiting)
+            return super().action(*args, **options)
 
     class Counting(EvidenceCoach):
         async def score(self, case):
@@ -35,10 +36,10 @@ async def made_and_scored(tmp_path, monkeypatch, when):
             waiting -= 1
             return await super().score(case)
 
-    monkeypatch.setattr(pending, "case_for", case_for)
+    monkeypatch.setattr(pending, "Cases", Counted)
     with stored(tmp_path, 40) as store:
         done = await score_pending(store, Counting(), MATH_TEAM, when=when, concurrency=2)
-    assert done.scored == 40
+    assert done.scored == 40 and waiting == 0
     return most
 
 

@@ -1,10 +1,15 @@
 """Settings: mistakes are named, with the way out; nothing is ignored."""
 
+import re
+from typing import get_args, get_origin
+
 import pytest
 
 from mappa_graph.config import RunConfig, load_config, make_config
 from mappa_graph.configs import find, names
 from mappa_graph.errors import ConfigError
+from mappa_graph.sections.base import Section
+from mappa_graph.trainers.offline import make_offline_config
 
 
 def test_an_unknown_key_names_the_nearest_known_one():
@@ -25,6 +30,43 @@ def test_options_that_cannot_take_effect_are_refused():
         make_config({"train": {"credit": "own", "gamma": 0.5}})
     with pytest.raises(ConfigError, match="top_p must be 1"):
         make_config({"rollout": {"top_p": 0.9}})
+
+
+def floats(model, path=()):
+    """Dotted names of every number that may have a fraction."""
+    for name, field in model.model_fields.items():
+        kinds = {field.annotation, *get_args(field.annotation)}
+        if float in kinds:
+            yield ".".join((*path, name))
+        for inner in (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)):
+            if get_origin(field.annotation) is not dict:
+                yield from floats(inner, (*path, name))
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "inf", "NaN", "1e400"])
+def test_no_number_may_be_infinite_or_none(value):
+    names = list(floats(RunConfig))
+    assert {"train.lr", "loop.alarms.mismatch.threshold", "coach.timeout_s", "coach.budget.usd", "train.lora.alpha"} <= set(names)
+    for name in names:
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, [f"{name}={value}"])
+        (line,) = [part for part in str(caught.value).splitlines() if part.startswith(f"  {name}: must be a finite number")]
+        assert line.rpartition("not ")[2].strip("'-.").lower() in ("inf", "nan", "1e400")
+
+
+def test_what_is_allowed_in_place_of_an_infinity_is_said():
+    said = {
+        "train.gamma=.nan": "train.gamma: must be a finite number at least 0 and at most 1, not nan",
+        "train.lr=.inf": "train.lr: must be a finite number above 0, not inf",
+        "train.iterations=.inf": "train.iterations: must be a finite number at least 0, not inf",
+        "train.lora.alpha=.inf": "config: 1 setting(s) can't be used:\n  train.lora.alpha: must be a finite number above 0, not inf",
+        "coach.timeout_s=inf": "coach.timeout_s: must be a finite number above 0, not 'inf'",
+    }
+    for override, line in said.items():
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            load_config(None, [override])
+    with pytest.raises(ConfigError, match="beta: must be a finite number above 0, not inf"):
+        make_offline_config({"method": "dpo", "beta": float("inf")})
 
 
 def test_overrides_are_yaml_and_win(tmp_path):

@@ -5,8 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from rich.console import Console
+from typer.testing import CliRunner
 
+from mappa_graph.cli import app as cli
+from mappa_graph.errors import ConfigError
 from mappa_graph.inspect import action_names, clip, content_text, one_line, printable, render_episode, render_list, tool_call_text
 from mappa_graph.record import Action, Episode, EpisodeTrace, Verdict
 from mappa_graph.store import TraceStore
@@ -112,3 +116,18 @@ def test_contents_and_tool_calls_of_either_shape_are_read() -> None:
     assert content_text(None) == "" and content_text([{"type": "text", "text": "a"}, {"type": "image_url"}, "b"]) == "a\n[image_url]\nb"
     assert tool_call_text({"function": {"name": "f", "arguments": "{}"}}) == ("f", "{}")
     assert tool_call_text({"name": "g", "args": {"x": 1}}) == ("g", "{'x': 1}")
+
+
+def test_the_start_of_an_id_is_enough_where_one_episode_alone_has_it(tmp_path: Path) -> None:
+    with TraceStore(tmp_path / "trace.db") as store:
+        store.save_episodes(EpisodeTrace(Episode(id, environment="e", task="?")) for id in ("ab1", "ab2", "b", "b1"))
+
+    def shown(start: str) -> Result:
+        return CliRunner().invoke(cli, ["traces", "show", str(tmp_path), start])
+
+    assert shown("b1").exit_code == shown("ab1").exit_code == 0
+    assert shown("b").exit_code == 0  # a whole id, though another begins with it
+    several = shown("ab").exception
+    assert isinstance(several, ConfigError) and "several episodes that begin with 'ab': ab1, ab2" in str(several)
+    for none in ("c", ""):
+        assert "has no episode" in str(shown(none).exception)

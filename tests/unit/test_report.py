@@ -178,6 +178,64 @@ def test_a_run_in_progress_is_shown_as_far_as_it_has_come(tmp_path: Path) -> Non
     assert {a.get("aria-label") for a in page.all("svg")} >= {"accuracy by iteration", "the graph, first training iteration (1)"}
 
 
+def evaluated_run(folder: Path, *, stored: bool = True, finished: bool = False) -> Path:
+    """Six tasks before training, of which two are right; then the first three of them, of which two are right, one of them before too."""
+    right = {0: ["t0", "t5"], 4: ["t0", "t1"]}
+    sizes = {0: 6, 4: 3}
+    folder.mkdir()
+    lines = []
+    with TraceStore(folder / "trace.db") as store:
+        for iteration, n in sizes.items():
+            for task in (f"t{k}" for k in range(n)):
+                outcome = Outcome(True) if task in right[iteration] else None  # one that failed has no outcome
+                head = {"split": "heldout/sampled@0.6", "iteration": iteration, "status": "done" if outcome else "failed"}
+                made = Episode(f"{iteration}-{task}", task_id=task, environment="e", task="?", stratum=task[-1], outcome=outcome, **head)
+                if stored:
+                    store.save_episode(EpisodeTrace(made))
+            stray = Episode(
+                f"s{iteration}", task_id="t2", split="heldout/sampled@0.6/other", iteration=iteration, environment="e", task="?"
+            )
+            store.save_episode(EpisodeTrace(stray))
+            accuracy = len(right[iteration]) / n
+            held = {"accuracy": accuracy, "n": n, "ci95": [0.1, 0.9], "mode": "sampled@0.6", "by_stratum": {"0": 1.0, "1": accuracy}}
+            lines.append({"iteration": iteration, "agents": {}, "heldout": held})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if finished:
+        ends = [line["heldout"] for line in lines]
+        (folder / "summary.json").write_text(json.dumps({"before": ends[0], "after": ends[1] | {"n": 6}, "environment": "e"}))
+    return folder
+
+
+def test_evaluations_of_different_tasks_are_compared_on_those_that_they_share(tmp_path: Path) -> None:
+    folder = evaluated_run(tmp_path / "run")
+    run = read_run(folder)
+    assert run.common is not None
+    before, after = run.common
+    assert (before["accuracy"], after["accuracy"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3)) and before["n"] == after["n"] == 3
+    assert after["by_stratum"] == {"0": 1.0, "1": 1.0, "2": 0.0} and before["by_stratum"] == {"0": 1.0, "1": 0.0, "2": 0.0}
+    words = page_of(folder).words
+    assert "Held-out accuracy, before training → so far, 3 tasks" in words and "33.3%→66.7%+33.3 points" in words
+    assert "The evaluations were of 6 and of 3 tasks; both are shown on those that they share." in words
+    assert "The 3 held-out tasks that the first and the last evaluation share" in words and "held-out tasks (3 to 6 of them)" in words
+
+
+def test_evaluations_of_different_tasks_that_can_not_be_matched_are_not_compared(tmp_path: Path) -> None:
+    folder = evaluated_run(tmp_path / "run", stored=False)
+    words = page_of(folder).words
+    assert "6 and 3 tasks" in words and "points" not in words
+    assert "of different numbers of tasks, and their difference says nothing" in words
+    assert "Held-out tasks, of different numbers (6 and 3)" in words
+    with TraceStore(folder / "trace.db") as store:  # a part of them would be a selection
+        head = {"split": "heldout/sampled@0.6", "environment": "e", "task": "?", "outcome": Outcome(True)}
+        store.save_episodes(EpisodeTrace(Episode(f"x{i}", task_id="t0", iteration=i, **head)) for i in (0, 4))
+    assert read_run(folder).common is None
+
+
+def test_a_finished_run_is_told_by_its_own_ends(tmp_path: Path) -> None:
+    words = page_of(evaluated_run(tmp_path / "run", finished=True)).words
+    assert "before → after training, 6 tasks" in words and "33.3%→66.7%+33.3 points" in words and "those that they share." not in words
+
+
 def test_without_evaluations_the_headline_says_so_and_invents_no_number(tmp_path: Path) -> None:
     lines = [row(k, 0.4, random.Random(k), evaluate=False) for k in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))

@@ -142,6 +142,64 @@ def test_a_second_save_replaces_the_first_and_keeps_the_order(store: TraceStore)
     assert len(store.episode("e1").actions) == 1  # type: ignore[union-attr]
 
 
+def test_episodes_that_are_saved_together_come_back_as_those_saved_one_by_one(store: TraceStore, tmp_path: Path) -> None:
+    given = [trace(f"e{i}", actions=1 + i % 3, split="train" if i % 2 else "heldout", iteration=i) for i in range(40)]
+    given[3] = replace(given[3], episode=replace(given[3].episode, outcome=Outcome(True)), verdicts={"e3-a0": Verdict(7.0)})
+    store.add_verdict("e5", "e5-a0", Verdict(2.0))
+    store.save_episodes(iter(given))
+    with TraceStore(tmp_path / "single.db") as single:
+        single.add_verdict("e5", "e5-a0", Verdict(2.0))
+        for one in given:
+            single.save_episode(one)
+        assert list(store.traces()) == list(single.traces())
+    again = trace("e7", actions=3)
+    store.save_episodes([trace("e7"), again])  # the later of two with one id stays
+    assert store.episode("e7") == again and store.counts()["episodes"] == 40
+    store.save_episodes([])
+
+
+def test_of_episodes_that_are_saved_together_a_failure_leaves_none(store: TraceStore) -> None:
+    store.save_episode(trace("old"))
+    cyclic: dict[str, Any] = {}
+    cyclic["self"] = cyclic
+    broken = trace("e2")
+    broken = replace(broken, transitions=(replace(broken.transitions[0], output=cyclic),))
+    with pytest.raises(RecursionError):
+        store.save_episodes([trace("e1"), broken, trace("old", actions=3)])
+    store._db.execute("CREATE TRIGGER full BEFORE INSERT ON bodies WHEN NEW.episode = 'e3' BEGIN SELECT RAISE(ABORT, 'full'); END")
+    with pytest.raises(StoreError, match="save episodes"):
+        store.save_episodes([trace("e1"), trace("old", actions=3), trace("e3")])
+    assert [t.episode.id for t in store.traces()] == ["old"] and store.episode("old") == trace("old")
+
+
+def test_verdicts_that_are_added_together_are_all_there_or_none(store: TraceStore) -> None:
+    store.save_episode(trace(actions=3))
+    store.add_verdict("e1", "e1-a0", Verdict(1.0))
+    store.add_verdicts("e1", {"e1-a0": Verdict(9.0), "e1-a1": Verdict(None, error="no")})
+    store.add_verdicts("later", {"later-a0": Verdict(3.0)})  # before its episode
+    store.add_verdicts("e1", {})
+    assert store.episode("e1").verdicts == {"e1-a0": Verdict(9.0), "e1-a1": Verdict(None, error="no")}  # type: ignore[union-attr]
+    store._db.execute("CREATE TRIGGER full BEFORE INSERT ON verdicts WHEN NEW.action = 'e1-a2' BEGIN SELECT RAISE(ABORT, 'full'); END")
+    with pytest.raises(StoreError, match="write verdicts"):
+        store.add_verdicts("e1", {"e1-a0": Verdict(0.0), "e1-a2": Verdict(0.0)})
+    assert store.episode("e1").verdicts["e1-a0"] == Verdict(9.0)  # type: ignore[union-attr]
+    store.drop_verdicts("e1", ["e1-a1", "nobody"])
+    assert set(store.episode("e1").verdicts) == {"e1-a0"} and store.counts()["verdicts"] == 2  # type: ignore[union-attr]
+
+
+def test_given_episodes_are_read_in_the_order_that_is_asked_for(store: TraceStore) -> None:
+    store.save_episodes([trace(f"e{i}", split="train" if i % 2 else "heldout") for i in range(60)])
+    store.add_calls([call("e7-c0"), call("e7-c1")])
+    store.add_verdict("e7", "e7-a1", Verdict(4.0))
+    wanted = [f"e{i}" for i in range(59, -1, -1)]
+    assert list(store.traces(ids=wanted)) == [store.episode(id) for id in wanted]
+    assert [t.episode.id for t in store.traces(ids=iter(["e3", "none", "e1", "e3"]))] == ["e3", "e1"]
+    assert [t.episode.id for t in store.traces(ids=wanted, split="train", limit=20)] == [f"e{i}" for i in range(59, 19, -2)]
+    assert list(store.traces(ids=[])) == list(store.traces(ids=wanted, limit=0)) == []
+    with pytest.raises(StoreError, match="newest_first can't take effect with ids"):
+        next(store.traces(ids=wanted, newest_first=True))
+
+
 def test_a_conversation_is_stored_in_its_length_not_its_square(store: TraceStore) -> None:
     turns = [{"role": "user", "content": os.urandom(300).hex()} for _ in range(100)]
     base = trace(actions=100)
