@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from . import flex
+from . import blocks, flex
 from .packing import Pack, Rows
 
 NAME = "mappa_rows"
@@ -48,6 +48,10 @@ def rows_attention(
     if s_aux is not None:
         raise NotImplementedError("attention sinks over rows")
     heads, kv_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
+    split = rows.split
+    if split is not None and softcap is None and (sliding_window is None or sliding_window >= tokens) and blocks.takes(query):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return blocks.split_attention(q, k, v, split, scaling)[None], None
     flat_q, flat_k, flat_v = (x[0].transpose(0, 1).reshape(tokens, -1) for x in (query, key, value))
     outputs = []
     for group in rows.groups:

@@ -42,8 +42,11 @@ class Body(Protocol):
 
     def reference(self) -> PreTrainedModel | Scorer: ...
 
-    def save(self, folder: Path, *, write: bool = True) -> None:
-        """Write the present weights, all at once. A rank that doesn't write still takes part in the gathering of shards."""
+    def save(self, folder: Path, *, write: bool = True, durable: bool = True) -> None:
+        """Write the present weights, all at once. A rank that doesn't write still takes part in the gathering of shards.
+
+        `durable`: they are on disk on return.
+        """
 
     def load(self, folder: Path) -> None:
         """Take the weights that `save` wrote."""
@@ -83,10 +86,10 @@ class Whole:
             raise TrainerError("this policy was opened without a reference model")
         return self._reference.runs
 
-    def save(self, folder: Path, *, write: bool = True) -> None:
+    def save(self, folder: Path, *, write: bool = True, durable: bool = True) -> None:
         state = {n: gathered(p, keep=write) for n, p in self.model.named_parameters()} if self.sharded else None
         if write:
-            save_model(self.model, self.folder, folder, state)
+            save_model(self.model, self.folder, folder, state, durable=durable)
 
     def load(self, folder: Path) -> None:
         if (folder / "adapter_config.json").is_file():

@@ -1,9 +1,9 @@
-"""Fused kernels on GPUs: used when they are installed, never required.
+"""Fused kernels: on GPUs used when they are installed, never required; on a CPU RMSNorm alone (`norms`).
 
 Liger's RMSNorm and SwiGLU replace a model's own (its rotary embedding can be had for a whole process only, which may hold other
 models); flash attention takes over where rows are padded. Attention over rows and the chunked head stay what they are: they compute less,
-which no kernel makes up for. Nothing of it happens on a CPU, and none of it could be tried there: tests hold which kernels are chosen
-when, not what they compute.
+which no kernel makes up for. What is for GPUs could not be tried without one: tests hold which kernels are chosen when, not what they
+compute.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from mappa_graph.errors import TrainerError
 
+from .norms import quicken_norms
 from .settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,11 @@ def use_kernels(model: PreTrainedModel, settings: TrainerSettings, device: torch
     Args:
         rows: the model is on attention over rows, which stays.
     """
-    if settings.kernels == "none" or device.type != "cuda":
+    if settings.kernels == "none":
+        return []
+    if device.type == "cpu":
+        return ["norms"] if quicken_norms(model) else []
+    if device.type != "cuda":
         return []
     used = []
     attention = model.config._attn_implementation

@@ -217,12 +217,12 @@ class LeadTrainer(ReinforceTrainer):
         with self._together("probe" if probe else "canary", policy):
             return super().canary(policy, probe=probe)
 
-    def save_weights(self, policy: str, folder: Path | str) -> Path:
+    def save_weights(self, policy: str, folder: Path | str, *, durable: bool = True) -> Path:
         if not self._sharded:
-            return super().save_weights(policy, folder)
+            return super().save_weights(policy, folder, durable=durable)
         self.learner(policy)
         with self._together("save_weights", policy, str(folder)):
-            return super().save_weights(policy, folder)
+            return super().save_weights(policy, folder, durable=durable)
 
     def save(self, folder: Path | str) -> None:
         if not self._sharded:

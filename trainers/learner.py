@@ -77,6 +77,7 @@ class Learner:
         self.tree = body.tree
         self.reference = body.frozen
         self.parameters = body.parameters
+        self._pair_cost = 1 / (6 * int(body.model.config.get_text_config().hidden_size))
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
@@ -114,7 +115,9 @@ class Learner:
         return Scored(ordered, batches)
 
     def _packs(self, samples: Sequence[Sample]) -> list[Pack]:
-        return (tree_packs if self.tree else padded_packs)(samples, self.settings.micro_batch_tokens, self.device)
+        if not self.tree:
+            return padded_packs(samples, self.settings.micro_batch_tokens, self.device)
+        return tree_packs(samples, self.settings.micro_batch_tokens, self.device, pair_cost=self._pair_cost)
 
     def _even_out(self, batches: Sequence[list[Pack]]) -> None:
         """As many packs on every rank: the shards of a model meet in every forward and backward. The added ones have no trainable token."""
@@ -194,8 +197,7 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             return loss, norm, f"loss {loss:.4g} and gradient norm {norm:.4g} are not both finite"
         if norm > 0.0:  # a batch without signal must not move the weights by the optimizer's momentum
-            if norm > self.settings.grad_clip:
-                torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], self.settings.grad_clip / norm)
+            self._clip(norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             if self.settings.offload == "optimizer":
@@ -206,6 +208,14 @@ class Learner:
             self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm, None
+
+    def _clip(self, norm: float) -> None:
+        """Gradients of at most `grad_clip` together. Where they are whole, the optimizer's kernel scales them, which spares a pass."""
+        scale = max(1.0, norm / self.settings.grad_clip)
+        if not self.body.sharded:
+            self.optimizer.grad_scale = torch.tensor(scale, device=self.device) if scale > 1.0 else None  # type: ignore[attr-defined]
+        elif scale > 1.0:
+            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], 1.0 / scale)
 
     def _backward(self, scored: Scored, pack: Pack, tokens: float, tally: Tally) -> float:
         logprobs, entropy = scored.live or self._forward(pack)

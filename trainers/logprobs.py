@@ -109,7 +109,7 @@ class _Linear(torch.autograd.Function):
         hidden, weight, bias, target, temperature, total = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros_like(weight) if needs_weight else None
+        d_weight = torch.empty_like(weight) if needs_weight else None
         d_bias = torch.zeros_like(bias) if needs_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(len(hidden), ctx.size):
@@ -128,9 +128,10 @@ class _Linear(torch.autograd.Function):
                 if d_hidden is not None:
                     d_hidden[rows] = (d @ weight.to(ctx.dtype)).to(hidden.dtype)
                 if d_weight is not None and ctx.dtype == weight.dtype:
-                    d_weight.addmm_(d.t(), hidden[rows].to(ctx.dtype))
+                    d_weight.addmm_(d.t(), hidden[rows].to(ctx.dtype), beta=0 if rows.start == 0 else 1)
                 elif d_weight is not None:
-                    d_weight += d.t() @ hidden[rows].to(ctx.dtype)
+                    made = d.t() @ hidden[rows].to(ctx.dtype)
+                    d_weight = d_weight.copy_(made) if rows.start == 0 else d_weight.add_(made)
                 if d_bias is not None:
                     d_bias += d.sum(0)
         return d_hidden, d_weight, d_bias, None, None, None, None

@@ -162,11 +162,11 @@ class Adapter:
     def reference(self) -> PreTrainedModel | Scorer:
         return self.base.switch(None)
 
-    def save(self, folder: Path, *, write: bool = True) -> None:
+    def save(self, folder: Path, *, write: bool = True, durable: bool = True) -> None:
         tensors = {n: gathered(p, keep=write).contiguous() for n, p in zip(self.names, self.parameters, strict=True)}
         if not write:
             return
-        with atomic_folder(folder) as aside:
+        with atomic_folder(folder, durable=durable) as aside:
             self.config.inference_mode = True
             self.config.save_pretrained(str(aside))
             save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
@@ -199,12 +199,13 @@ def open_adapters(
     return {p: Adapter(p, bases[f], configs[p], reference=settings.beta > 0.0) for p, f in models.items()}
 
 
-def merge(adapter: Path | str, folder: Path | str, *, base: Path | str | None = None) -> Path:
+def merge(adapter: Path | str, folder: Path | str, *, base: Path | str | None = None, durable: bool = True) -> Path:
     """Write an adapter's base with the adapter merged in as an ordinary model folder, in the base's own dtype, tokenizer included.
 
     Args:
         adapter: a PEFT LoRA folder.
         base: the model's folder; None = the one that the adapter names.
+        durable: it is on disk on return.
     """
     adapter, folder = Path(adapter), Path(folder)
     try:
@@ -219,7 +220,7 @@ def merge(adapter: Path | str, folder: Path | str, *, base: Path | str | None = 
         merge_adapter(model, adapter)
     except (EngineError, OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise TrainerError(f"the adapter {adapter} can't be merged into {source}: {error}") from error
-    return save_model(model, source, folder)
+    return save_model(model, source, folder, durable=durable)
 
 
 def _linear_modules(model: PreTrainedModel) -> dict[str, torch.nn.Module]:

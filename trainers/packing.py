@@ -24,8 +24,13 @@ from .batch import Sample
 GROUP_WASTE = 0.25
 """Rows of different shapes are attended to in one call while padding adds at most this share of work, or this many pairs."""
 GROUP_SLACK = 16384
+BLOCK_PAIRS = 16384
+"""Pairs of tokens and ones that all see them, from which on they are attended to in a call of their own."""
 PAIR_COST = 1 / 6144
-"""What a query and key cost beside a token: 4 D of 24 D^2 floating-point operations a layer, so 1 / (6 D), here for width D = 1024."""
+"""What a query and key cost beside a token: 4 D of 24 D^2 floating-point operations a layer, so 1 / (6 D) at width D, here for 1024."""
+
+_Row = tuple[np.ndarray, int]
+"""The positions in the pack of a path, and how many at its end are owned."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class RowGroup:
     """Where `queries`, flattened, is a run of neighbours: the run, which needs no gathering."""
     key_run: slice | None = None
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    added: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    """The plain mask as it is added to scores."""
 
     def mask(self, window: int | None) -> torch.Tensor | None:
         """`[n, 1, O, P]` True where a query sees a key; None where plain causal attention says the same."""
@@ -60,6 +67,18 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
+class Split:
+    """The same attention with long shared prefixes taken out of the rows (see `blocks`)."""
+
+    blocks: tuple[tuple[int, int, int], ...]
+    """`(start, end, last)`: the tokens from `start` to `end` are seen by all from `end` to `last`."""
+    groups: tuple[RowGroup, ...]
+    """What is left of the rows, cut where a block ends."""
+    place: torch.Tensor | None
+    """As `Rows.place`, for these groups."""
+
+
+@dataclass(frozen=True)
 class Rows:
     """The attention plan of a pack: groups of rows, and where each token's output lies in their concatenated outputs."""
 
@@ -70,6 +89,8 @@ class Rows:
     """`[T]` where the tokens that descend from each end: token q sees token k just if `k <= q < ends[k]`."""
     depth: torch.Tensor
     """`[T]` each token's place in its own sequence."""
+    split: Split | None
+    """Where it pays: on a CPU, with prefixes that are long and shared."""
     masks: dict[int | None, Any] = field(default_factory=dict)
     """FlexAttention's block masks by window, made when first used."""
 
@@ -163,7 +184,7 @@ def _tree_pack(
     ids: list[np.ndarray] = []
     places: list[np.ndarray] = []
     paths: list[np.ndarray] = []
-    rows: list[tuple[np.ndarray, int]] = []  # path, number of owned tokens
+    rows: list[_Row] = []
     ends = np.empty(sum(len(arrays[i]) for i in chosen), dtype=np.int64)
     size = 0
     for at, i in enumerate(chosen):
@@ -193,8 +214,48 @@ def _tree_pack(
     )
 
 
-def _plan(rows: Sequence[tuple[np.ndarray, int]], size: int, ends: np.ndarray, depth: np.ndarray, device: torch.device | str) -> Rows:
-    """Groups of rows of like shape. Rooted rows never mix with others: they need no mask."""
+def _plan(rows: Sequence[_Row], size: int, ends: np.ndarray, depth: np.ndarray, device: torch.device | str) -> Rows:
+    groups, place = _groups(rows, size, device)
+    blocks, pieces = _split(rows, ends) if torch.device(device).type == "cpu" else ([], [])
+    split = Split(tuple(blocks), *_groups(pieces, size, device)) if blocks else None
+    return Rows(groups, place, _tensor(ends, device), _tensor(depth, device), split)
+
+
+def _split(rows: Sequence[_Row], ends: np.ndarray) -> tuple[list[tuple[int, int, int]], list[_Row]]:
+    """Blocks, and the rows that are left: each cut behind the tokens that became a block's keys, and without such tokens in its path."""
+    blocks: list[tuple[int, int, int]] = []
+    pieces: list[_Row] = []
+    taken = np.zeros(len(ends), dtype=bool)
+    for path, own in rows:
+        first, after = int(path[-own]), int(path[-1]) + 1
+        turns = first + 1 + np.flatnonzero(np.diff(ends[first:after]))
+        cuts = [first]
+        for start, end in pairwise([first, *map(int, turns), after]):
+            last = int(ends[start])
+            if (end - start) * (last - end) >= BLOCK_PAIRS:
+                blocks.append((start, end, last))
+                taken[start:end] = True
+                if end < after:
+                    cuts.append(end)
+        for start, end in pairwise([*cuts, after]):
+            before = path[: len(path) - (after - start)]
+            before = before[~taken[before]]
+            for begin, stop in _halved(start, end, blocks):
+                pieces.append((np.concatenate([before, np.arange(begin, stop)]), stop - begin))
+    return blocks, pieces
+
+
+def _halved(start: int, end: int, blocks: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """A run of tokens in parts, the first half a block that the second one sees, and so on: a causal kernel computes what it masks too."""
+    middle = (start + end) // 2
+    if (middle - start) * (end - middle) < BLOCK_PAIRS:
+        return [(start, end)]
+    blocks.append((start, middle, end))
+    return _halved(start, middle, blocks) + _halved(middle, end, blocks)
+
+
+def _groups(rows: Sequence[_Row], size: int, device: torch.device | str) -> tuple[tuple[RowGroup, ...], torch.Tensor | None]:
+    """Groups of rows of like shape, and each token's place in them. Rooted rows never mix with others: they need no mask."""
     order = sorted(range(len(rows)), key=lambda r: (rows[r][1] < len(rows[r][0]), -len(rows[r][0]), -rows[r][1]))
     groups: list[RowGroup] = []
     place = np.empty(size, dtype=np.int64)
@@ -225,7 +286,7 @@ def _plan(rows: Sequence[tuple[np.ndarray, int]], size: int, ends: np.ndarray, d
         offset = np.array([len(rows[r][0]) - rows[r][1] for r in members], dtype=np.int64)
         groups.append(RowGroup(_tensor(queries, device), _tensor(keys, device), _tensor(offset, device), rooted, _run(queries), _run(keys)))
     ordered = filled == size and bool((place == np.arange(size)).all())
-    return Rows(tuple(groups), None if ordered else _tensor(place, device), _tensor(ends, device), _tensor(depth, device))
+    return tuple(groups), None if ordered else _tensor(place, device)
 
 
 def _run(index: np.ndarray) -> slice | None:

@@ -55,7 +55,8 @@ def write_weights(trainer: ReinforceTrainer, policy: str, folder: Path, *, merge
         merged: an adapter is merged into its base: an ordinary model folder instead of a PEFT one.
         checked: their checksums are written too.
     """
-    (trainer.save_merged if merged else trainer.save_weights)(policy, folder)
+    # What a run needs after a power cut is in its checkpoints.
+    (trainer.save_merged if merged else trainer.save_weights)(policy, folder, durable=False)
     if checked and trainer.ranks.rank == 0:
         write_manifest(folder)
     return folder

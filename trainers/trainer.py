@@ -206,20 +206,23 @@ class ReinforceTrainer(AbstractContextManager["ReinforceTrainer"]):
             raise TrainerError(f"policy {policy!r} is not in training", hint=f"in training: {', '.join(self.learners)}")
         return self.learners[policy]
 
-    def save_weights(self, policy: str, folder: Path | str) -> Path:
-        """Write a policy's present weights, all at once: an ordinary model folder, tokenizer included, or an ordinary PEFT folder."""
-        self.learner(policy).body.save(Path(folder), write=self.ranks.rank == 0)
+    def save_weights(self, policy: str, folder: Path | str, *, durable: bool = True) -> Path:
+        """Write a policy's present weights, all at once: an ordinary model folder, tokenizer included, or an ordinary PEFT folder.
+
+        `durable`: they are on disk on return, whatever becomes of the machine.
+        """
+        self.learner(policy).body.save(Path(folder), write=self.ranks.rank == 0, durable=durable)
         return Path(folder)
 
-    def save_merged(self, policy: str, folder: Path | str) -> Path:
+    def save_merged(self, policy: str, folder: Path | str, *, durable: bool = True) -> Path:
         """Write a policy's present weights as an ordinary model folder, an adapter merged into its base."""
         if self.settings.lora is None:
-            return self.save_weights(policy, folder)
+            return self.save_weights(policy, folder, durable=durable)
         from .lora import merge
 
         with tempfile.TemporaryDirectory() as aside:
-            self.save_weights(policy, Path(aside) / "adapter")
-            return merge(Path(aside) / "adapter", folder) if self.ranks.rank == 0 else Path(folder)
+            self.save_weights(policy, Path(aside) / "adapter", durable=False)
+            return merge(Path(aside) / "adapter", folder, durable=durable) if self.ranks.rank == 0 else Path(folder)
 
     def close(self) -> None:
         """Nothing to let go of, in one process."""
@@ -246,10 +249,10 @@ class ReinforceTrainer(AbstractContextManager["ReinforceTrainer"]):
         return Canary(sample.prompt_ids, sample.completion_ids[:size], tuple(logprobs), tolerance=tolerance)
 
     def save(self, folder: Path | str) -> None:
-        """Put everything that `load` needs into `folder`: weights, optimizer, steps, random state."""
+        """Put everything that `load` needs into `folder`: weights, optimizer, steps, random state. Flushing it to disk is the caller's."""
         folder = Path(folder)
         for policy, learner in self.learners.items():
-            learner.body.save(folder / POLICIES / policy, write=self.ranks.rank == 0)
+            learner.body.save(folder / POLICIES / policy, write=self.ranks.rank == 0, durable=False)
             canary = ReinforceTrainer.canary(self, policy)  # every rank is here: a first rank must not call the others together again
             if canary is not None and self.ranks.rank == 0:
                 write_canary(folder / POLICIES / policy, canary)

@@ -42,9 +42,11 @@ def load_model(folder: Path | str, dtype: torch.dtype | Literal["auto"], device:
     return model.to(device).eval()
 
 
-def save_model(model: PreTrainedModel, source: Path, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> Path:
+def save_model(
+    model: PreTrainedModel, source: Path, folder: Path, state: Mapping[str, torch.Tensor] | None = None, *, durable: bool = True
+) -> Path:
     """Write `model` (with the tensors of `state`, if given), with the tokenizer files of `source`, as `folder`, replacing an older one."""
-    with atomic_folder(folder) as aside:
+    with atomic_folder(folder, durable=durable) as aside:
         with _no_progress_bar():
             model.save_pretrained(str(aside), **({} if state is None else {"state_dict": dict(state)}))
         for file in sorted(source.iterdir()):
@@ -54,23 +56,26 @@ def save_model(model: PreTrainedModel, source: Path, folder: Path, state: Mappin
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path, *, durable: bool = True) -> Iterator[Path]:
     """An empty folder to fill, which becomes `folder` when the block ends well and vanishes when it fails.
 
-    Every file is on disk before the rename. A folder already there stays, as `NAME.old`, until the new one has its name.
+    Every file is on disk before the rename, unless the folder need not outlive the machine's sudden end (`durable`): that wait can be most
+    of what writing takes. A folder already there stays, as `NAME.old`, until the new one has its name.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp"
     aside.mkdir()
     try:
         yield aside
-        sync_tree(aside)
+        if durable:
+            sync_tree(aside)
         old = folder.with_name(folder.name + ".old")
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         aside.rename(folder)
-        sync(folder.parent)
+        if durable:
+            sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise TrainerError(f"can't write {folder}: {error}", hint="is the disk full? what was there before is untouched") from error

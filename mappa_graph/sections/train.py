@@ -67,7 +67,7 @@ class TrainConfig(Section):
     offload: Literal["none", "optimizer"] = "none"
     """Keep optimizer state in the CPU's memory between steps; for a GPU."""
     kernels: Literal["auto", "none"] = "auto"
-    """Fused kernels (Liger, flash attention) on a GPU, where they are installed."""
+    """Fused kernels: on a GPU Liger and flash attention, where they are installed; on a CPU RMSNorm."""
     control: Literal["none", "shuffle_scores", "no_training"] = "none"
     """Experiments' controls: scores permuted among an agent's actions, or no update at all."""
 

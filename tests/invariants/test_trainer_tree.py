@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mappa_graph.trainers import ReinforceTrainer, Sample, TrainerSettings, flex
+from mappa_graph.trainers import ReinforceTrainer, Sample, TrainerSettings, flex, packing
 from mappa_graph.trainers.attention import NAME
 from mappa_graph.trainers.learner import prepare
 from mappa_graph.trainers.logprobs import pack_logprobs
@@ -67,8 +67,10 @@ def gradients_and_logprobs(model, packs, samples):
     return {n: p.grad.clone() for n, p in model.named_parameters()}, torch.cat(out, 1)
 
 
+@pytest.mark.parametrize("pairs", [1, packing.BLOCK_PAIRS])
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_entropies_and_gradients_are_those_of_padded_rows(name, tmp_path):
+def test_logprobs_entropies_and_gradients_are_those_of_padded_rows(name, pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "BLOCK_PAIRS", pairs)
     torch.manual_seed(0)
     MODELS[name]().save_pretrained(tmp_path / "model")
     model = load_model(tmp_path / "model", torch.float32, "cpu")

@@ -31,14 +31,14 @@ def same(a, b):
 
 
 def captured_gradients(trainer):
-    """Gradients by policy at the moment of the optimizer's step."""
+    """Gradients by policy as the optimizer's step took them."""
     seen = {}
     for policy, learner in trainer.learners.items():
 
         def hook(optimizer, args, kwargs, policy=policy, learner=learner):
             seen[policy] = {n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None}
 
-        learner.optimizer.register_step_pre_hook(hook)
+        learner.optimizer.register_step_post_hook(hook)
     return seen
 
 
