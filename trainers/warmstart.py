@@ -1,10 +1,10 @@
-"""A small chat model from nothing: a tokenizer, a Llama-style network, and a short supervised warm start.
+"""Supervised warm starts: a small chat model from nothing (`build_tiny`), or any causal language model (`warm_start`).
 
-Reinforcement learning needs a policy that sometimes succeeds. `build_tiny` makes one in under a minute on a laptop's CPU from
-demonstrations that are imperfect on purpose, so that the model knows the team's formats and its trade half-way, and what is left
-to learn is left to the coach. The one thing to know: the model is trained on exactly the token ids that an engine will feed it
-later, `apply_chat_template(messages, add_generation_prompt=True)` and then the completion up to and including end-of-turn, so
-no prompt at rollout time looks different from those of the warm start.
+Reinforcement learning needs a policy that sometimes succeeds. `build_tiny` makes one, tokenizer and Llama-style network included, in
+under a minute on a laptop's CPU from demonstrations that are imperfect on purpose, so that the model knows the team's formats and its
+trade half-way, and what is left to learn is left to the coach. The one thing to know: a model is trained on exactly the token ids that
+an engine will feed it later, `apply_chat_template(messages, add_generation_prompt=True)` and then the completion up to and including
+end-of-turn, so no prompt at rollout time looks different from those of the warm start.
 """
 
 from __future__ import annotations
@@ -103,15 +103,64 @@ def build_tiny(
     """
     recipe = Recipe(vocab_size, hidden, layers, heads, steps, batch, lr, prompt_weight, seed)
     folder = Path(folder)
+    return _made(lambda: _from_nothing(recipe, demonstrations), folder, demonstrations, recipe, progress)
+
+
+def warm_start(
+    model: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    demonstrations: Sequence[Demonstration],
+    *,
+    steps: int,
+    batch: int = 8,
+    lr: float = 5e-5,
+    prompt_weight: float = 0.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Path:
+    """Trains all weights of the checkpoint in the folder `model` and writes the outcome to `folder`, as `build_tiny` does its own.
+
+    One model for all agents that the demonstrations name: each meets it under its own prompt. Raises as `build_tiny`.
+    """
+    recipe = Recipe(steps=steps, batch=batch, lr=lr, prompt_weight=prompt_weight, seed=seed)
+    return _made(lambda: _from_folder(Path(model)), Path(folder), demonstrations, recipe, progress)
+
+
+def _from_nothing(recipe: Recipe, demonstrations: Sequence[Demonstration]) -> tuple[Any, PreTrainedTokenizerFast]:
+    tokenizer = train_tokenizer(demonstrations, recipe.vocab_size)
+    return _network(recipe, tokenizer), tokenizer
+
+
+def _from_folder(folder: Path) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with quiet():
+        try:
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"there is no model to warm-start in {folder}: {error}") from error
+
+
+def _made(
+    begin: Callable[[], tuple[Any, Any]],
+    folder: Path,
+    demonstrations: Sequence[Demonstration],
+    recipe: Recipe,
+    progress: Progress | None,
+) -> Path:
+    if not demonstrations:
+        raise ConfigError("there are no demonstrations to warm-start a model on")
+    for _ in _texts(demonstrations):
+        pass  # what is none is said before anything is loaded
     report = progress or (lambda what, done, of: None)
-    report("warm start", 0, steps)
+    report("warm start", 0, recipe.steps)
     with _random_states_kept():
-        tokenizer = train_tokenizer(demonstrations, recipe.vocab_size)
+        model, tokenizer = begin()
         rows = encode(tokenizer, demonstrations)
-        model = _network(recipe, tokenizer)
         loss = _fit(model, tokenizer, rows, recipe, report)
     if not loss < float("inf"):
-        raise TrainerError(f"the warm start diverged: its loss is {loss}", hint=f"lower the learning rate (now {lr:g})")
+        raise TrainerError(f"the warm start diverged: its loss is {loss}", hint=f"lower the learning rate (now {recipe.lr:g})")
     folder.mkdir(parents=True, exist_ok=True)
     with quiet():
         model.save_pretrained(folder)
@@ -155,7 +204,7 @@ def train_tokenizer(demonstrations: Sequence[Demonstration], vocab_size: int) ->
     return wrapped
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration]) -> list[dict[str, list[int]]]:
+def encode(tokenizer: Any, demonstrations: Sequence[Demonstration]) -> list[dict[str, list[int]]]:
     """`input_ids` and `labels` (-100 where the loss does not count: on the prompt) of each demonstration.
 
     The prompt's ids and the completion's are made apart, as they are at rollout time: a pair of them is never merged over the
@@ -166,11 +215,13 @@ def encode(tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Demonstr
         for d in demonstrations
     ]
     before = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    after = tokenizer([d["completion"] + END for d in demonstrations], add_special_tokens=False)["input_ids"]
+    after = tokenizer([d["completion"] + tokenizer.eos_token for d in demonstrations], add_special_tokens=False)["input_ids"]
     rows = []
     for index, (p, c) in enumerate(zip(before, after, strict=True)):
-        if len(p) + len(c) > CONTEXT:
-            raise ConfigError(f"demonstration {index} has {len(p) + len(c)} tokens", hint=f"the model's context holds {CONTEXT}")
+        if len(p) + len(c) > tokenizer.model_max_length:
+            raise ConfigError(
+                f"demonstration {index} has {len(p) + len(c)} tokens", hint=f"the model's context holds {tokenizer.model_max_length}"
+            )
         rows.append({"input_ids": p + c, "labels": [-100] * len(p) + c})
     return rows
 
@@ -211,7 +262,7 @@ def _network(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Any:
     return model
 
 
-def _fit(model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, list[int]]], recipe: Recipe, report: Progress) -> float:
+def _fit(model: Any, tokenizer: Any, rows: list[dict[str, list[int]]], recipe: Recipe, report: Progress) -> float:
     """The supervised training, by TRL's `SFTTrainer` on the CPU. Returns the completions' mean loss over the last tenth of the steps."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback

@@ -47,6 +47,17 @@ def notes() -> Environment:
 
 
 async def test_a_run_trains_adapters_on_one_server_and_every_log_prob_agrees(alone: None, base: Path, tmp_path: Path) -> None:
+    lora = {"rank": 4, "policies": {"editor": {"rank": 8}}}
+    await train_and_compare(base, tmp_path, {"iterations": 3, "lr": 1e-2, "lora": lora})
+
+
+async def test_a_run_trains_whole_weights_on_a_server_each_and_every_log_prob_agrees(alone: None, base: Path, tmp_path: Path) -> None:
+    await train_and_compare(base, tmp_path, {"iterations": 3, "lr": 1e-3})
+    published = sorted(path.name for path in (tmp_path / "run" / "weights" / "editor").iterdir())
+    assert published == ["v2", "v3"]  # the one that serves, and the one before it
+
+
+async def train_and_compare(base: Path, tmp_path: Path, train: dict[str, Any]) -> None:
     settings = {
         "run": str(tmp_path / "run"),
         "model": str(base),
@@ -54,10 +65,10 @@ async def test_a_run_trains_adapters_on_one_server_and_every_log_prob_agrees(alo
         "engine": {"kind": "vllm", "vllm": {"kv_cache_gib": 1, "start_timeout_s": 280}},
         "rollout": {"tasks": 6, "max_tokens": 16},
         "evaluate": {"tasks": 4},
-        "train": {"iterations": 3, "lr": 1e-2, "lora": {"rank": 4, "policies": {"editor": {"rank": 8}}}, "truncated": "train"},
+        "train": {"truncated": "train", **train},
     }
     summary = await atrain(notes(), settings)
-    assert summary["tokens"]["retokenised"] == 0
+    assert summary["tokens"]["retokenised"] == 0 and summary["versions"] == {"drafter": 3, "editor": 3}
     written = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     rows = [row for row in map(json.loads, written.splitlines()) if row["iteration"]]
     assert [row["iteration"] for row in rows] == [1, 2, 3]

@@ -32,27 +32,65 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
-    _mend_prompt_logprobs()
+    _mend_adapters()
 
 
-def _mend_prompt_logprobs() -> None:
-    """Lets prompts be scored beside other requests where adapters are on.
+def _mend_adapters() -> None:
+    """Adapters on a CPU: each one's rows together in one product, and none for rows without an adapter.
 
-    vLLM's CPU wrapper adds an adapter's part of the head by the batch's requests, also where the rows are the tokens of one prompt
-    (`prompt_logprobs`); the shapes differ then, and the engine ends. Heads have no adapters here, so there is nothing to add.
+    vLLM's CPU wrapper copies an adapter's weights once for each token (of the head: the whole vocabulary's), which is most of what a step
+    costs; it takes index -1, "no adapter", for the table's last one; and where the rows of the head are the tokens of one prompt
+    (`prompt_logprobs`), it adds the adapters by the batch's requests, whose number is another, and the engine ends. Heads have no
+    adapters here, so that then there is nothing to add.
     """
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU  # type: ignore[import-not-found]
 
-    original = PunicaWrapperCPU.add_lora_logits
-    if getattr(original, "mended", False):
+    update = PunicaWrapperCPU.update_metadata
+    if getattr(update, "mended", False):
         return
 
-    def add_lora_logits(self: Any, y: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = x.reshape(-1, x.shape[-1]).shape[0]
-        return None if rows != self.sampler_indices.shape[0] else original(self, y, x, *args, **kwargs)
+    def update_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
+        update(self, *args, **kwargs)
+        self.rows_by_adapter, self.heads_by_adapter = by_adapter(self.token_lora_indices), by_adapter(self.sampler_indices)
 
-    add_lora_logits.mended = True  # type: ignore[attr-defined]
+    def add_lora_linear(
+        self: Any, y: Any, x: Any, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, output_slices: Any, **kwargs: Any
+    ) -> None:
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        _add_products(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, self.rows_by_adapter)
+
+    def add_lora_logits(self: Any, y: Any, x: Any, lora_a_stacked: Any, lora_b_stacked: Any, scale: float, **kwargs: Any) -> None:
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        if x.shape[0] == self.sampler_indices.shape[0]:
+            _add_products(y, x, (lora_a_stacked,), (lora_b_stacked,), scale, (y.shape[-1],), self.heads_by_adapter)
+
+    update_metadata.mended = True  # type: ignore[attr-defined]
+    PunicaWrapperCPU.update_metadata = update_metadata
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
+
+
+def by_adapter(indices: Any) -> list[tuple[int, Any]]:
+    """(adapter's place in the table, its rows) of each adapter among rows' `indices`, -1 being none; rows None = all there are."""
+    found = indices.unique().tolist()
+    return [(i, None if len(found) == 1 else (indices == i).nonzero().squeeze(1)) for i in found if i >= 0]
+
+
+def _add_products(y: Any, x: Any, a_stacked: Any, b_stacked: Any, scale: float, widths: Any, groups: list[tuple[int, Any]]) -> None:
+    """`y[rows, slice] += scale * x[rows] @ a[i].T @ b[i].T` for each slice and adapter; y: [rows, columns], a: [adapters, 1, rank, in],
+    b: [adapters, 1, width, rank]. The middle is float32, as in vLLM's own kernels."""
+    for i, rows in groups:
+        part = (x if rows is None else x[rows]).float()
+        start = 0
+        for a, b, width in zip(a_stacked, b_stacked, widths, strict=True):
+            a, b = (w[i].reshape(w.shape[-2:]) for w in (a, b))
+            made = ((part @ a.float().T) * scale).to(y.dtype) @ b.to(y.dtype).T
+            into = y[:, start : start + made.shape[1]]  # a head may be padded to more columns than its adapter has
+            if rows is None:
+                into += made[:, : into.shape[1]]
+            else:
+                into.index_add_(0, rows, made[:, : into.shape[1]])
+            start += width
 
 
 def check_files(folder: Path, files: dict[str, str]) -> None:
