@@ -11,11 +11,12 @@ import asyncio
 import functools
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mappa_graph.coach import Calibrator
 from mappa_graph.coach.base import Coach
@@ -42,6 +43,8 @@ from .trackers import Trackers
 
 if TYPE_CHECKING:
     from .trainer import ReinforceTrainer, Update
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -95,6 +98,16 @@ class Run:
     trackers: Trackers
     models: Mapping[str, Path]
     """Folder of each trained policy's first weights."""
+    thread: ThreadPoolExecutor
+    """One thread, for all that computes with the trainer."""
+
+    async def on_thread(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Runs `work` on the trainer's thread.
+
+        Always the same: what a thread has freed, the C library keeps for that thread, and the memory of an update, let go of on several
+        threads in turn, would be held several times.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self.thread, functools.partial(work, *args, **options))
 
     @property
     def folder(self) -> Path:
@@ -225,10 +238,10 @@ async def _update(run: Run, batch: Batch, iteration: int) -> Update | None:
     """The update; a batch of which it refused a step is kept for `mappa-graph replay`."""
     if run.config.train.control == "no_training":
         return None
-    update = await asyncio.to_thread(run.trainer.update, batch.samples)
+    update = await run.on_thread(run.trainer.update, batch.samples)
     if update.refused:
         before = run.folder / "checkpoints" / f"step-{iteration - 1:08d}"
-        folder = await asyncio.to_thread(
+        folder = await run.on_thread(
             keep_refused,
             run.folder / "refused",
             iteration,
@@ -303,7 +316,7 @@ async def _record(run: Run, row: dict[str, Any]) -> None:
     at = row["iteration"]
     if is_best or "stop" in row or at % config.checkpoint.every == 0 or at == config.train.iterations:
         with progress.timed("train"):
-            await asyncio.to_thread(save_checkpoint, root, at, run.trainer, progress.to_json())
+            await run.on_thread(save_checkpoint, root, at, run.trainer, progress.to_json())
             kept = [progress.best["iteration"]] if progress.best else []
             prune(root, config.checkpoint.keep_last, keep=[*kept, *refused_steps(run.folder / "refused")])
     write_metrics(run.folder / "metrics.jsonl", progress.history)

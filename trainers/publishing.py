@@ -7,7 +7,6 @@ too, and last, so that it can tell whether it read what the trainer wrote.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,8 +28,9 @@ async def publish(run: Run, version: int) -> None:
     for policy in run.policies:
         _connect(run, policy)
         place = run.folder / "weights" / policy / f"v{version}"
-        weights = await asyncio.to_thread(write_weights, run.trainer, policy, place, merged=merged, checked=checked)
-        await run.gateway.publish(policy, weights, version=version, canary=run.trainer.canary(policy))
+        weights = await run.on_thread(write_weights, run.trainer, policy, place, merged=merged, checked=checked)
+        canary = await run.on_thread(run.trainer.canary, policy)
+        await run.gateway.publish(policy, weights, version=version, canary=canary)
         _drop_old_weights(run.folder / "weights" / policy, keep=version)
 
 
@@ -43,7 +43,7 @@ async def check_engine(run: Run) -> None:
     if run.config.train.control == "no_training" or run.config.engine.kind == "upstream":
         return
     for policy in run.policies:
-        canary = await asyncio.to_thread(run.trainer.canary, policy, probe=True)
+        canary = await run.on_thread(run.trainer.canary, policy, probe=True)
         assert canary is not None
         await run.gateway.verify(policy, canary)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -171,7 +172,8 @@ async def open_run(
         stack.push_async_callback(asyncio.to_thread, trackers.close)
         for row in progress.history:  # a crash may have come before a tracker had the last of them
             trackers.log(row)
-        run = Run(config, environment, coach, store, gateway, runner, trainer, display, progress, trackers, trained)
+        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="mappa-trainer"))
+        run = Run(config, environment, coach, store, gateway, runner, trainer, display, progress, trackers, trained, thread)
         if progress.iteration:
             await publish(run, progress.iteration)
         else:

@@ -370,6 +370,44 @@ def ratios(label: str, rounds: dict[str, list[Seen]]) -> dict[str, Any]:
     return made
 
 
+def floor() -> dict[str, float]:
+    """What a call can't be recorded without, in microseconds of one core: reading the upstream's reply, and one row of a transaction of 16.
+
+    Both are C code (msgspec told to build what is kept alone; SQLite), measured by themselves in a loop.
+    """
+    from mappa_graph.database import connect, connect_quick
+    from mappa_graph.gateway import replies
+    from mappa_graph.store import _INSERT_CALL
+
+    body = prepared()[0].partition(b"\r\n\r\n")[2]
+    reading = min(_per_call(lambda: replies._decoder.decode(body), 2000) for _ in range(5))
+    blobs = [os.urandom(size) for size in (4 * PROMPT, 4 * COMPLETION, 4 * COMPLETION + 1, 2300)]
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "trace.db"
+        connect(made, read_only=False, busy_timeout_s=1.0).close()
+        db = connect_quick(made)
+        count = 0
+
+        def write() -> None:
+            nonlocal count
+            count += 16
+            rows = [(f"{count + i:032x}", 0, "served", 0, None, None, "stop", 0.0, 0.0, *blobs) for i in range(16)]
+            db.execute("BEGIN IMMEDIATE")
+            db.executemany(_INSERT_CALL, rows)
+            db.execute("COMMIT")
+
+        writing = min(_per_call(write, 60) for _ in range(5)) / 16
+        db.close()
+    return {"reading the reply": round(reading, 1), "writing the row": round(writing, 1)}
+
+
+def _per_call(work: Callable[[], object], count: int) -> float:
+    begun = time.process_time()
+    for _ in range(count):
+        work()
+    return (time.process_time() - begun) / count * 1e6
+
+
 class Bench:
     """The contestants' processes, up while it is entered."""
 
@@ -468,6 +506,9 @@ def main() -> None:
     given = options.parse_args()
     rows: list[dict[str, Any]] = []
     print(f"load average at the start: {' '.join(f'{x:.1f}' for x in os.getloadavg())} on {os.cpu_count()} cores")
+    least = floor()
+    print("recording can't do without, us a call:", ", ".join(f"{name} {value}" for name, value in least.items()))
+    rows.append({"measured": "floor, us", **least})
     with tempfile.TemporaryDirectory() as folder, Bench(folder) as bench:
         for stream in [True] if given.stream else [False] if given.whole else [False, True]:
             rows += measure(bench, given, stream)

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from mappa_graph import Outcome, Task, TraceStore
 from mappa_graph.errors import ConfigError, EpisodeError
-from mappa_graph.trainers import TrainerSettings, train
+from mappa_graph.trainers import ReinforceTrainer, TrainerSettings, train
 from mappa_graph.trainers.checkpoint import trained_weights
 from tests.fakes.team import grade, settings, team
 from tests.fakes.tinymodel import make_tiny_model
@@ -315,3 +316,19 @@ def test_settings_that_only_watch_may_change_and_those_that_train_may_not(model,
     for key, value in (("pipeline", True), ("sampling", "stratified"), ("frozen", ["editor"])):
         with pytest.raises(ConfigError, match=rf"other settings: loop\.{key}"):
             train(team(), settings(plain, model, train={"iterations": 3}, loop={key: value}))
+
+
+def test_all_that_computes_with_the_trainer_runs_on_one_thread(model, tmp_path, monkeypatch):
+    """The C library keeps a thread's freed memory for that thread: on several of them an update's would be held several times."""
+    seen = Counter()
+    for name in ("update", "canary", "save", "save_weights"):
+        original = getattr(ReinforceTrainer, name)
+
+        def noting(self, *args, original=original, name=name, **options):
+            seen[name, threading.current_thread().name] += 1
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(ReinforceTrainer, name, noting)
+    train(team(), settings(tmp_path / "run", model, **PIPELINE))
+    assert {name for name, _ in seen} == {"update", "canary", "save", "save_weights"}
+    assert len({thread for _, thread in seen}) == 1, seen
