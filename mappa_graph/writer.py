@@ -24,7 +24,7 @@ Rows = list[tuple[Any, ...]]
 _GROUP = 512
 _LARGE = 65_536
 """Tokens of one group from which on packing them is left to the thread."""
-_CHECKPOINT = 8 << 20
+_CHECKPOINT = 32 << 20
 _ANEW = 4 * _CHECKPOINT
 _MOST = 2 * _ANEW
 """Bytes written on loops after which the log is copied into the database, which nobody waits for; after which the loops stand aside for

@@ -22,6 +22,8 @@ from .packing import Pack
 
 CHUNK = 1 << 24
 """Logits held at once."""
+CACHED = 1 << 20
+"""Logits that are gone over several times while they lie in a processor's cache."""
 KEPT = 2
 """Chunks that are kept for the backward pass instead of being computed again, where there are no more."""
 
@@ -69,7 +71,11 @@ def head_logprobs(
 
 
 class _Linear(torch.autograd.Function):
-    """`head_logprobs` of a linear head. With `p = softmax(z)`, `d log p_target / d z = onehot(target) - p`."""
+    """`head_logprobs` of a linear head. With `p = softmax(z)`, `d log p_target / d z = onehot(target) - p`.
+
+    Where the probabilities of all tokens are kept, or made again, nothing more is computed over the vocabulary than two products: the
+    upstream gradient scales hidden states instead of logits, and the target's own part is a row of the head.
+    """
 
     @staticmethod
     def forward(
@@ -85,21 +91,17 @@ class _Linear(torch.autograd.Function):
         device = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         ctx.cap, ctx.size = cap, size
+        ctx.plain = bool((temperature == 1.0).all())
         keep = cap is None and len(hidden) <= KEPT * size and any(ctx.needs_input_grad[:3])
         ctx.kept = []
         logprobs, entropy, total = hidden.new_empty(3, len(hidden), dtype=torch.float32).unbind()
         for rows in _slices(len(hidden), size):
-            z = _logits(hidden[rows], weight, bias, temperature[rows], cap, ctx.dtype)
-            highest = z.amax(-1, keepdim=True)
-            z -= highest
-            logprobs[rows] = z.gather(-1, target[rows, None])[:, 0]
-            e = z.exp()
-            mass = e.sum(-1)
-            entropy[rows] = mass.log() - torch.linalg.vecdot(e, z) / mass
-            logprobs[rows] -= mass.log()
-            total[rows] = highest[:, 0] + mass.log()
+            z = _logits(hidden[rows], weight, bias, None if ctx.plain else temperature[rows], cap, ctx.dtype)
+            for part in _slices(len(z), max(1, CACHED // z.shape[1])):
+                at = slice(rows.start + part.start, rows.start + part.stop)
+                logprobs[at], entropy[at], total[at] = _normalise(z[part], target[at], keep=keep)
             if keep:
-                ctx.kept.append(e.div_(mass[:, None]))
+                ctx.kept.append(z)
         ctx.save_for_backward(hidden, weight, bias, target, temperature, total)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -113,28 +115,49 @@ class _Linear(torch.autograd.Function):
         d_bias = torch.zeros_like(bias) if needs_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(len(hidden), ctx.size):
-                gradient = upstream[0][rows, None] / temperature[rows, None]
-                slope = None
+                gradient, wanted = upstream[0][rows, None] / temperature[rows, None], target[rows]
                 if ctx.kept:
                     p = ctx.kept.pop(0)
                 else:
-                    z = _logits(hidden[rows], weight, bias, temperature[rows], ctx.cap, ctx.dtype)
+                    z = _logits(hidden[rows], weight, bias, None if ctx.plain else temperature[rows], ctx.cap, ctx.dtype)
                     slope = None if ctx.cap is None else 1.0 - (z * temperature[rows, None] / ctx.cap) ** 2
                     p = z.sub_(total[rows, None]).exp_()
-                d = p.mul_(-gradient).scatter_add_(-1, target[rows, None], gradient)
-                if slope is not None:
-                    d *= slope
-                d = d.to(ctx.dtype)
+                    if slope is not None:
+                        # the target's own part has its own slope
+                        gradient_of_target = gradient * slope.gather(-1, wanted[:, None])
+                        p *= slope
+                at_target = gradient if ctx.cap is None else gradient_of_target
+                p = p.to(ctx.dtype)
                 if d_hidden is not None:
-                    d_hidden[rows] = (d @ weight.to(ctx.dtype)).to(hidden.dtype)
-                if d_weight is not None and ctx.dtype == weight.dtype:
-                    d_weight.addmm_(d.t(), hidden[rows].to(ctx.dtype), beta=0 if rows.start == 0 else 1)
-                elif d_weight is not None:
-                    made = d.t() @ hidden[rows].to(ctx.dtype)
-                    d_weight = d_weight.copy_(made) if rows.start == 0 else d_weight.add_(made)
+                    d = (p @ weight.to(ctx.dtype)).float().mul_(-gradient).addcmul_(weight[wanted].float(), at_target)
+                    d_hidden[rows] = d.to(hidden.dtype)
+                if d_weight is not None:
+                    seen = hidden[rows].float()
+                    scaled = (seen * -gradient).to(ctx.dtype)
+                    if ctx.dtype == weight.dtype:
+                        d_weight.addmm_(p.t(), scaled, beta=0 if rows.start == 0 else 1)
+                    else:
+                        made = p.t() @ scaled
+                        d_weight = d_weight.copy_(made) if rows.start == 0 else d_weight.add_(made)
+                    d_weight.index_add_(0, wanted, (seen * at_target).to(d_weight.dtype))
                 if d_bias is not None:
-                    d_bias += d.sum(0)
+                    d_bias -= (p.float() * gradient).sum(0).to(d_bias.dtype)
+                    d_bias.index_add_(0, wanted, at_target[:, 0].to(d_bias.dtype))
         return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+def _normalise(z: torch.Tensor, target: torch.Tensor, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-prob of the target, entropy, and the log of the sum of `exp(z)`, each `[n]`, of logits `[n, V]`, which hold the softmax then."""
+    highest = z.amax(-1, keepdim=True)
+    z -= highest
+    chosen = z.gather(-1, target[:, None])[:, 0]
+    e = z.exp()
+    mass = e.sum(-1)
+    log_mass = mass.log()
+    entropy = log_mass - torch.linalg.vecdot(e, z) / mass
+    if keep:
+        torch.div(e, mass[:, None], out=z)
+    return chosen - log_mass, entropy, highest[:, 0] + log_mass
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:
@@ -142,13 +165,18 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: torch.Tensor, cap: float | None, dtype: torch.dtype
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    cap: float | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A chunk of logits at its temperatures, float32, in memory of its own."""
+    """A chunk of logits at its temperatures (None = 1), float32, in memory of its own."""
     z = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).float()
     if cap is not None:
         z = z.div_(cap).tanh_().mul_(cap)
-    return z.div_(temperature[:, None])
+    return z if temperature is None else z.div_(temperature[:, None])
 
 
 def _logprobs(

@@ -1,11 +1,12 @@
 """How long a publish into a real vLLM takes, idle and under load, what it waits for, and what calls notice of it.
 
-    python tests/benchmarks/swaps.py [--mode lora full] [--publishes 8] [--clients 16] [--seconds 20] [--model smollm2] [--json FILE]
+    python tests/benchmarks/swaps.py [--mode lora full] [--publishes 5] [--clients 16] [--seconds 20] [--model smollm2] [--json FILE]
 
 A real trainer writes the weights (SmolLM2-135M; adapters of rank 16 on all linear layers), a real gateway publishes them. `write` is the
-trainer's file with its checksums, `load` what the engine takes to hold it, `canary` the check, `flip` the rest of the publish. `steps` are
-the engine steps that were made meanwhile: under load a publish waits for the step under way, so its time is steps times a
-step's. The one thing to know: latencies are those of whole calls in two windows of the same length, one without publishes and one with.
+trainer's file with its checksums, `load` what the engine takes to hold it, `canary` the check, `flip` the rest of the publish. `steps`
+are the engine steps that were made meanwhile: under load a publish waits for the step under way, so its time is steps times a step's.
+Under load only what the server does is timed. The one thing to know: latencies are those of whole calls in two windows of the same
+length, one without publishes and one with.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class Bench:
         self.mode, self.model, self.root, self.gateway, self.trainer = mode, model, root, gateway, trainer
         self.version = 0
 
-    async def publish(self, row: dict[str, float], *, load: bool) -> None:
-        """New weights, as after an update, written and published."""
+    async def prepare(self, row: dict[str, float]) -> tuple[Path, Canary]:
+        """New weights, as after an update, written, and what they must answer."""
         self.version += 1
         learner = self.trainer.learner("solver")
         with torch.no_grad():
@@ -100,6 +101,9 @@ class Bench:
         began = time.perf_counter()
         folder = await asyncio.to_thread(write_weights, self.trainer, "solver", self.root / f"v{self.version}")
         row["write"] = time.perf_counter() - began
+        return folder, canary
+
+    async def publish(self, row: dict[str, float], folder: Path, canary: Canary) -> None:
         engine = self.gateway.engine
         assert isinstance(engine, VllmEngine)
         end = timed(engine, row)
@@ -109,22 +113,23 @@ class Bench:
         finally:
             end()
         row["flip"] = time.perf_counter() - began - row["load"] - row["canary"]
-        row["write + load + flip"] = row["write"] + row["load"] + row["flip"]
-        if not load:
-            began = time.perf_counter()
-            await call(self.gateway.url, tokens=1)
-            row["first token"] = time.perf_counter() - began
+        row["load + flip"] = row["load"] + row["flip"]
 
     async def idle(self, publishes: int) -> dict[str, Any]:
         clock = Clock()
         for _ in range(publishes + 1):
             with clock.row() as row:
-                await self.publish(row, load=False)
+                await self.publish(row, *await self.prepare(row))
+                row["write + load + flip"] = row["write"] + row["load + flip"]
+                began = time.perf_counter()
+                await call(self.gateway.url, tokens=1)
+                row["first token"] = time.perf_counter() - began
         del clock.rows[0]  # the first one warms up
         return clock.summary()
 
     async def under_load(self, clients: int, seconds: float, publishes: int) -> dict[str, Any]:
-        """Calls without publishes, then the same with as many as fit, `publishes` at most."""
+        """Calls without publishes, then as long with `publishes`, evenly spread, of weights that lie there already."""
+        prepared = [await self.prepare({}) for _ in range(publishes)]
         clock, latencies = Clock(), {"alone": [], "with publishes": []}  # type: ignore[var-annotated]
         window, stop = "alone", asyncio.Event()
         failed = 0
@@ -143,11 +148,12 @@ class Bench:
         running = [asyncio.ensure_future(client(i)) for i in range(clients)]
         await asyncio.sleep(seconds)
         window = "with publishes"
-        ends = time.perf_counter() + seconds
-        while len(clock.rows) < publishes and time.perf_counter() < ends:
+        begun = time.perf_counter()
+        for i, (folder, canary) in enumerate(prepared):
+            await asyncio.sleep(max(0.0, begun + seconds * i / publishes - time.perf_counter()))
             with clock.row() as row:
-                await self.publish(row, load=True)
-        await asyncio.sleep(max(0.0, ends - time.perf_counter()))
+                await self.publish(row, folder, canary)
+        await asyncio.sleep(max(0.0, begun + seconds - time.perf_counter()))
         stop.set()
         await asyncio.gather(*running)
         quantiles = {
@@ -204,7 +210,7 @@ def show(mode: str, found: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", nargs="+", choices=("lora", "full"), default=["lora", "full"])
-    parser.add_argument("--publishes", type=int, default=8)
+    parser.add_argument("--publishes", type=int, default=5)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--model", default="smollm2")

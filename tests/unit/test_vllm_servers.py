@@ -327,7 +327,7 @@ def test_the_command_line_has_what_exactness_needs_and_no_secret(tmp_path: Path)
 
 
 def test_the_table_of_adapters_is_sized_by_policies_and_ranks() -> None:
-    assert lora_table(3, [4, 24], adapters=None, rank=None) == (6, 12, 32)
+    assert lora_table(3, [4, 24], adapters=None, rank=None) == (9, 12, 32)
     assert lora_table(3, [], adapters=4, rank=64) == (4, 4, 64)
     with pytest.raises(EngineError, match="rank 513"):
         lora_table(1, [513], adapters=None, rank=None)

@@ -203,7 +203,7 @@ def lora_table(policies: int, ranks: Sequence[int], *, adapters: int | None, ran
     if fits is None:
         raise EngineError(f"an adapter of rank {largest} can't be served by vLLM, whose largest is {allowed[-1]}")
     loaded = adapters or 4 * policies
-    return min(loaded, 2 * policies), loaded, fits
+    return min(loaded, 3 * policies), loaded, fits
 
 
 def _context(model: Path) -> int:
