@@ -6,8 +6,8 @@ Each figure comes from a process of its own, which builds its trainer, makes one
 fastest is shown; CPU time too, which says more on a busy machine). Both sides get the same weights, tokens, advantages and loss (float32,
 no KL, importance weights 1), and their losses and gradient norms are compared. TRL gets one padded row per action, as rewards per action
 need, and for `dsbench` also one row per episode (`merged`: it learns from the same tokens, with each action's advantage put on them by
-hand). `bare` is the forward
-and backward of the same model, head and cross-entropy included, on as many tokens as the tree has unique ones.
+hand). `bare` is the forward and backward of the same model, head and cross-entropy included, on as many tokens as the tree has unique
+ones, in rows about as long as the batch's longest.
 
 Batches: `mathchat` 8 samples of a 512-token prompt, 64 new; `dsbench` 4 episodes of 4 turns, context growing from 1,024 tokens by 64 new
 and 128 observed a turn, the first 1,024 shared; `single` 16 samples of 192 + 64 with nothing shared.
@@ -183,7 +183,7 @@ def bare(model: str, batch: str, repeat: int) -> dict[str, Any]:
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     rows = make_batch(batch, network.config.vocab_size)
     unique = sum(p.tokens for p in tree_packs([Sample("", "", "", "", p, c, (0.0,) * len(c), ret=0.0) for p, c, _ in rows], 1 << 30))
-    count = max(1, round(unique / 512))
+    count = max(1, round(unique / max(len(p) + len(c) for p, c, _ in rows)))
     ids = torch.randint(0, network.config.vocab_size, (count, unique // count))
 
     def step() -> dict[str, float]:
