@@ -107,7 +107,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), *, base
         except yaml.YAMLError as error:
             raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
         data = _merge(data, _nest(key.split("."), value))
-    return make_config(data, where=str(path) if path else "config")
+    named = str(path) if path else "config"
+    return make_config(data, where=f"{named} with --set" if overrides else named)
 
 
 def make_config(data: Mapping[str, Any], *, where: str = "config") -> RunConfig:

@@ -11,6 +11,7 @@ padded rows instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def rows_attention(
         raise NotImplementedError("attention sinks over rows")
     heads, kv_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
     split = rows.split
-    if split is not None and softcap is None and (sliding_window is None or sliding_window >= tokens) and blocks.takes(query):
+    if split is not None and softcap is None and (sliding_window is None or sliding_window >= tokens) and blocks.takes(query, value):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return blocks.split_attention(q, k, v, split, scaling)[None], None
     flat_q, flat_k, flat_v = (x[0].transpose(0, 1).reshape(tokens, -1) for x in (query, key, value))
@@ -88,8 +89,8 @@ def _capped(
 AttentionInterface.register(NAME, rows_attention)
 
 
-def takes_rows(model: PreTrainedModel, fork: Pack, alone: Pack) -> str | None:
-    """None if the model gives the same hidden states for a forked pack as for its sequences alone; else why not.
+def takes_rows(model: PreTrainedModel, forks: Sequence[Pack], alone: Pack) -> str | None:
+    """None if the model gives the same hidden states for forked packs as for their sequences alone; else why not.
 
     Leaves the model on the first of the implementations that does, FlexAttention first on a GPU, and as it was when none does.
     """
@@ -98,10 +99,10 @@ def takes_rows(model: PreTrainedModel, fork: Pack, alone: Pack) -> str | None:
         plain = backbone(model, alone)[alone.source]
     reasons = []
     for name in (flex.NAME, NAME) if model.device.type == "cuda" else (NAME,):
-        reason = _differs(model, fork, plain, name)
-        if reason is None:
+        found = [reason for fork in forks if (reason := _differs(model, fork, plain, name)) is not None]
+        if not found:
             return None
-        reasons.append(reason)
+        reasons.append(found[0])
     model.set_attn_implementation(before)
     return reasons[-1]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .packing import RowGroup, Split
 
@@ -20,13 +21,15 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def takes(query: torch.Tensor) -> bool:
+def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the kernel that this rests on is there for such tensors."""
-    return query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16, torch.float64)
+    known = value.dtype in (torch.float32, torch.bfloat16, torch.float64)
+    return value.device.type == "cpu" and known and query.shape[-1] == value.shape[-1]
 
 
 def split_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, split: Split, scaling: float | None) -> torch.Tensor:
-    """Query `[T, H, D]`, key and value `[T, G, D]` (G divides H) -> `[T, H, D]`."""
+    """Query `[T, H, D]`, key and value `[T, G, D]` (G divides H) -> `[T, H, D]`, all of value's dtype: autocast leaves keys float32."""
+    query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out: torch.Tensor = _Attention.apply(query, key, value, split, scale)
     return out
@@ -59,6 +62,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, total = ctx.saved_tensors
         split, scale = ctx.split, ctx.scale

@@ -91,7 +91,8 @@ class Learner:
         """Raises TrainerError for a sample that this policy can't be trained on."""
         vocabulary = self.vocabulary
         for sample in samples:
-            if max(max(sample.prompt_ids), max(sample.completion_ids)) >= vocabulary:
+            ids = (*sample.prompt_ids, *sample.completion_ids)
+            if min(ids) < 0 or max(ids) >= vocabulary:
                 raise TrainerError(
                     f"sample {sample.action_id} has a token id beyond the {vocabulary} of policy {self.name!r}",
                     hint="it was sampled from a model with another tokenizer",
@@ -307,10 +308,11 @@ def prepare(model: PreTrainedModel, name: str) -> bool:
     pair = [Sample("", "", "", str(i), tuple(ids), (i, 0, 1 % model.config.vocab_size), (0.0,) * 3, ret=0.0) for i in (0, 1)]
     (alone,) = padded_packs(pair, 1 << 20, model.device)
     (fork,) = tree_packs(pair, 1 << 20, model.device)
+    (split,) = tree_packs(pair, 1 << 20, model.device, block_pairs=1)
     check_head(model, alone)
     if alone.samples != fork.samples:
         (alone,) = padded_packs([pair[i] for i in fork.samples], 1 << 20, model.device)
-    reason = takes_rows(model, fork, alone)
+    reason = takes_rows(model, (fork, split), alone)
     if reason is not None:
         log.warning("policy %s (%s) can't share prefixes and is trained on padded rows: %s", name, type(model).__name__, reason)
     return reason is None

@@ -73,8 +73,8 @@ def head_logprobs(
 class _Linear(torch.autograd.Function):
     """`head_logprobs` of a linear head. With `p = softmax(z)`, `d log p_target / d z = onehot(target) - p`.
 
-    Where the probabilities of all tokens are kept, or made again, nothing more is computed over the vocabulary than two products: the
-    upstream gradient scales hidden states instead of logits, and the target's own part is a row of the head.
+    Where the probabilities of all tokens are kept, or made again, little more is computed over the vocabulary than two products: the
+    upstream gradient scales hidden states instead of logits.
     """
 
     @staticmethod
@@ -118,31 +118,27 @@ class _Linear(torch.autograd.Function):
                 gradient, wanted = upstream[0][rows, None] / temperature[rows, None], target[rows]
                 if ctx.kept:
                     p = ctx.kept.pop(0)
+                    slope = None
                 else:
                     z = _logits(hidden[rows], weight, bias, None if ctx.plain else temperature[rows], ctx.cap, ctx.dtype)
                     slope = None if ctx.cap is None else 1.0 - (z * temperature[rows, None] / ctx.cap) ** 2
                     p = z.sub_(total[rows, None]).exp_()
-                    if slope is not None:
-                        # the target's own part has its own slope
-                        gradient_of_target = gradient * slope.gather(-1, wanted[:, None])
-                        p *= slope
-                at_target = gradient if ctx.cap is None else gradient_of_target
+                # In float32 and before all else: of a confident token `p - 1` is all there is, and half precision would round it away.
+                p.scatter_add_(-1, wanted[:, None], p.new_full((1, 1), -1.0).expand(len(p), 1))
+                if slope is not None:
+                    p *= slope
                 p = p.to(ctx.dtype)
                 if d_hidden is not None:
-                    d = (p @ weight.to(ctx.dtype)).float().mul_(-gradient).addcmul_(weight[wanted].float(), at_target)
-                    d_hidden[rows] = d.to(hidden.dtype)
+                    d_hidden[rows] = (p @ weight.to(ctx.dtype)).float().mul_(-gradient).to(hidden.dtype)
                 if d_weight is not None:
-                    seen = hidden[rows].float()
-                    scaled = (seen * -gradient).to(ctx.dtype)
+                    scaled = (hidden[rows].float() * -gradient).to(ctx.dtype)
                     if ctx.dtype == weight.dtype:
                         d_weight.addmm_(p.t(), scaled, beta=0 if rows.start == 0 else 1)
                     else:
                         made = p.t() @ scaled
                         d_weight = d_weight.copy_(made) if rows.start == 0 else d_weight.add_(made)
-                    d_weight.index_add_(0, wanted, (seen * at_target).to(d_weight.dtype))
                 if d_bias is not None:
                     d_bias -= (p.float() * gradient).sum(0).to(d_bias.dtype)
-                    d_bias.index_add_(0, wanted, at_target[:, 0].to(d_bias.dtype))
         return d_hidden, d_weight, d_bias, None, None, None, None
 
 

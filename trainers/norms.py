@@ -6,10 +6,11 @@ from its name; anything else (another dtype, a weight that counts from one) stay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -23,6 +24,7 @@ class _RMSNorm(torch.autograd.Function):
         return normed * weight
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         normed, weight, scale = ctx.saved_tensors
         d = upstream[0]
@@ -40,22 +42,22 @@ def quicken_norms(model: torch.nn.Module) -> int:
     count = 0
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", None)
+        if "forward" in vars(module):
+            continue  # somebody's hook
         if isinstance(eps, float) and [name for name, _ in module.named_parameters()] == ["weight"] and _is_plain(module, eps):
-            module.forward = _forward(module, eps, module.forward)
+            module.forward = MethodType(_forward, module)
             count += 1
     return count
 
 
-def _forward(module: torch.nn.Module, eps: float, own: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        if hidden_states.dtype != torch.float32 or weight.dtype != torch.float32 or torch.is_autocast_enabled(hidden_states.device.type):
-            return own(hidden_states)
-        out: torch.Tensor = _RMSNorm.apply(hidden_states, weight, eps)
-        return out
-
-    return forward
+def _forward(module: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    weight, eps = module.weight, module.variance_epsilon
+    assert isinstance(weight, torch.Tensor) and isinstance(eps, float)
+    if hidden_states.dtype != torch.float32 or weight.dtype != torch.float32 or torch.is_autocast_enabled(hidden_states.device.type):
+        own: torch.Tensor = type(module).forward(module, hidden_states)
+        return own
+    out: torch.Tensor = _RMSNorm.apply(hidden_states, weight, eps)
+    return out
 
 
 @torch.no_grad()

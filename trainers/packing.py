@@ -119,11 +119,19 @@ class Pack:
     """Positions that are not computed because an earlier row has them."""
 
 
-def tree_packs(samples: Sequence[Sample], budget: int, device: torch.device | str = "cpu", *, pair_cost: float = PAIR_COST) -> list[Pack]:
+def tree_packs(
+    samples: Sequence[Sample],
+    budget: int,
+    device: torch.device | str = "cpu",
+    *,
+    pair_cost: float = PAIR_COST,
+    block_pairs: int | None = None,
+) -> list[Pack]:
     """Packs of at most `budget` unique tokens (a longer single sequence gets one of its own), of costs as even as the trie allows.
 
-    The cost of a pack is its tokens, plus `pair_cost` for every pair of a token and one that it sees.
+    The cost of a pack is its tokens, plus `pair_cost` for every pair of a token and one that it sees. `block_pairs`: None = `BLOCK_PAIRS`.
     """
+    least = BLOCK_PAIRS if block_pairs is None else block_pairs
     if not samples:
         return []
     sequences = [_sequence(s) for s in samples]
@@ -139,12 +147,12 @@ def tree_packs(samples: Sequence[Sample], budget: int, device: torch.device | st
         whole = len(sequences[order[at]])
         own = whole - shared[at]
         if size + own > budget or (own > 0 and cost >= target):
-            packs.append(_tree_pack(samples, order[start:at], arrays, shared[start:at], device))
+            packs.append(_tree_pack(samples, order[start:at], arrays, shared[start:at], device, least))
             start, size, cost = at, whole, _cost(whole, 0, pair_cost)
         else:
             size += own
             cost += costs[at]
-    packs.append(_tree_pack(samples, order[start:], arrays, shared[start:], device))
+    packs.append(_tree_pack(samples, order[start:], arrays, shared[start:], device, least))
     return packs
 
 
@@ -179,7 +187,12 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _tree_pack(
-    samples: Sequence[Sample], chosen: Sequence[int], arrays: dict[int, np.ndarray], shared: Sequence[int], device: torch.device | str
+    samples: Sequence[Sample],
+    chosen: Sequence[int],
+    arrays: dict[int, np.ndarray],
+    shared: Sequence[int],
+    device: torch.device | str,
+    least: int,
 ) -> Pack:
     ids: list[np.ndarray] = []
     places: list[np.ndarray] = []
@@ -207,21 +220,21 @@ def _tree_pack(
         input_ids=_tensor(np.concatenate(ids), device)[None],
         position_ids=_tensor(depth, device)[None],
         source=_tensor(np.concatenate(source), device),
-        rows=_plan(rows, size, ends[:size], depth, device),
+        rows=_plan(rows, size, ends[:size], depth, device, least),
         tokens=size,
         shared=sum(map(len, paths)) - size,
         **_targets(samples, chosen, device),
     )
 
 
-def _plan(rows: Sequence[_Row], size: int, ends: np.ndarray, depth: np.ndarray, device: torch.device | str) -> Rows:
+def _plan(rows: Sequence[_Row], size: int, ends: np.ndarray, depth: np.ndarray, device: torch.device | str, least: int) -> Rows:
     groups, place = _groups(rows, size, device)
-    blocks, pieces = _split(rows, ends) if torch.device(device).type == "cpu" else ([], [])
+    blocks, pieces = _split(rows, ends, least) if torch.device(device).type == "cpu" else ([], [])
     split = Split(tuple(blocks), *_groups(pieces, size, device)) if blocks else None
     return Rows(groups, place, _tensor(ends, device), _tensor(depth, device), split)
 
 
-def _split(rows: Sequence[_Row], ends: np.ndarray) -> tuple[list[tuple[int, int, int]], list[_Row]]:
+def _split(rows: Sequence[_Row], ends: np.ndarray, least: int) -> tuple[list[tuple[int, int, int]], list[_Row]]:
     """Blocks, and the rows that are left: each cut behind the tokens that became a block's keys, and without such tokens in its path."""
     blocks: list[tuple[int, int, int]] = []
     pieces: list[_Row] = []
@@ -232,7 +245,7 @@ def _split(rows: Sequence[_Row], ends: np.ndarray) -> tuple[list[tuple[int, int,
         cuts = [first]
         for start, end in pairwise([first, *map(int, turns), after]):
             last = int(ends[start])
-            if (end - start) * (last - end) >= BLOCK_PAIRS:
+            if (end - start) * (last - end) >= least:
                 blocks.append((start, end, last))
                 taken[start:end] = True
                 if end < after:
@@ -240,18 +253,18 @@ def _split(rows: Sequence[_Row], ends: np.ndarray) -> tuple[list[tuple[int, int,
         for start, end in pairwise([*cuts, after]):
             before = path[: len(path) - (after - start)]
             before = before[~taken[before]]
-            for begin, stop in _halved(start, end, blocks):
+            for begin, stop in _halved(start, end, blocks, least):
                 pieces.append((np.concatenate([before, np.arange(begin, stop)]), stop - begin))
     return blocks, pieces
 
 
-def _halved(start: int, end: int, blocks: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+def _halved(start: int, end: int, blocks: list[tuple[int, int, int]], least: int) -> list[tuple[int, int]]:
     """A run of tokens in parts, the first half a block that the second one sees, and so on: a causal kernel computes what it masks too."""
     middle = (start + end) // 2
-    if (middle - start) * (end - middle) < BLOCK_PAIRS:
+    if (middle - start) * (end - middle) < max(least, 1):
         return [(start, end)]
     blocks.append((start, middle, end))
-    return _halved(start, middle, blocks) + _halved(middle, end, blocks)
+    return _halved(start, middle, blocks, least) + _halved(middle, end, blocks, least)
 
 
 def _groups(rows: Sequence[_Row], size: int, device: torch.device | str) -> tuple[tuple[RowGroup, ...], torch.Tensor | None]:

@@ -224,7 +224,8 @@ def prepare_folder(config: RunConfig) -> None:
         raise ConfigError(f"{config.run} holds a training from traces", hint="give another folder: --run FOLDER")
     try:
         config.run.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        # Settings alone are of an attempt that failed before anything was made, such as one with a model that isn't there.
+        if path.exists() and any((config.run / name).exists() for name in ("trace.db", "checkpoints", "metrics.jsonl")):
             changed = config.same_training(load_config(path))
             if changed:
                 raise ConfigError(

@@ -40,8 +40,8 @@ def export(
         Literal["jsonl", "parquet", "datasets"] | None, typer.Option("--as", help="What to write, where the path doesn't say.")
     ] = None,
     agent: Annotated[list[str] | None, typer.Option(help="Only this agent. May be repeated.", rich_help_panel=_SCORES)] = None,
-    min_score: Annotated[float | None, typer.Option(help="0 to 10.", rich_help_panel=_SCORES)] = None,
-    max_score: Annotated[float | None, typer.Option(help="0 to 10.", rich_help_panel=_SCORES)] = None,
+    min_score: Annotated[float | None, typer.Option(min=0, max=10, help="0 to 10.", rich_help_panel=_SCORES)] = None,
+    max_score: Annotated[float | None, typer.Option(min=0, max=10, help="0 to 10.", rich_help_panel=_SCORES)] = None,
     outcome: Annotated[
         Literal["success", "failure", "graded"] | None, typer.Option(help="Of the episode.", rich_help_panel=_SCORES)
     ] = None,

@@ -187,6 +187,8 @@ def rollback(agent: AgentOption = None, to: ToOption = None) -> None:
             older = [f"v{version}" if version else "the first weights" for version in now["back"]]
             more = f"older: {', '.join(older)}" if older else "there is nothing older"
             console.print(f"{policy}: {told}; {more}", markup=False)
+        for policy in sorted(policies.keys() - set(chosen)) if agent is None else ():
+            console.print(f"{policy}: left as it is, there is nothing older", markup=False)
 
 
 def _source(policy: dict[str, Any], version: int) -> str:

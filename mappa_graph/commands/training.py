@@ -273,7 +273,7 @@ def rollout(
     seed: SeedOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Run and coach episodes without training, and print what the coach thought.
+    """Run and coach episodes without training; `traces show` then prints what each action did, and what the coach thought of it.
 
     Example: `mappa-graph rollout --config demo --limit 4 --run runs/look`
     """

@@ -257,7 +257,7 @@ class Importer:
             done.empty += 1
             return
         seen[given.id] = digest
-        batch.append(Found(given, trace, found, digest, known is not None and known.done))
+        batch.append(Found(given, trace, found, digest, known is not None and known.done, known is not None))
         if known is not None and trace.episode.status == "interrupted":
             self._keeper.keep(batch, source, None, done, notes)  # so that what resumes it is known to have to come again
 

@@ -32,6 +32,8 @@ class Found:
     digest: str
     before: bool
     """Whether it was stored before."""
+    begun: bool
+    """Whether it was, or an import that was cut off may have got to it."""
 
     @property
     def host(self) -> str | None:
@@ -62,7 +64,7 @@ class Keeper:
                 for f in batch
             ]
         )  # fmt: skip
-        done.unscored += self._unscore({f.trace.episode.id: f.trace for f in batch if f.before})
+        done.unscored += self._unscore({f.trace.episode.id: f.trace for f in batch if f.begun})
         kept = self._save(batch, done, notes)
         if calls := self._missing(kept):
             self._store.add_calls(calls)

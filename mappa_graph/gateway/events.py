@@ -47,6 +47,22 @@ def tokens(choice: Mapping[str, Any], request: Request) -> tuple[Sequence[int], 
     return ids, logprobs, entries
 
 
+def place(choice: Mapping[str, Any]) -> int:
+    """A choice's index. Raises `ValueError` for what is none: it would fail in the store, with the calls of others beside it."""
+    index = choice["index"]
+    if type(index) is not int or not 0 <= index < 1 << 16:
+        raise ValueError(f"the index of a choice is {index!r}"[:200])
+    return index
+
+
+def end_of(choice: Mapping[str, Any]) -> Any:
+    """Why a choice ended, None where it goes on. Raises `ValueError` for what is no text."""
+    reason = choice.get("finish_reason")
+    if reason is not None and type(reason) is not str:
+        raise ValueError(f"the finish_reason of a choice is {reason!r}"[:200])
+    return reason
+
+
 class Merger:
     """Turns what came together into chunks, and knows what a whole stream has said so far.
 
@@ -90,14 +106,14 @@ class Merger:
     def _begin(self, choice: Mapping[str, Any]) -> _Run:
         if choice.get("prompt_token_ids") is not None:
             self.prompt_ids = tuple(choice["prompt_token_ids"])
-        index = choice["index"]
+        index = place(choice)
         first = index not in self._seen
         self._seen.add(index)
         told = choice.get("delta") or {} if self._chat else {"content": choice.get("text")}
         delta = {key: value for key, value in told.items() if key != "role" and value is not None}
         if delta.get("content") == "":
             del delta["content"]
-        finish = choice.get("finish_reason")
+        finish = end_of(choice)
         return _Run(index, delta, self.prompt_ids if first else None, finish, *tokens(choice, self._request))
 
 

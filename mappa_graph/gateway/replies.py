@@ -38,6 +38,8 @@ class _Reply(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Reply)
+LARGEST = 1 << 16
+"""More completions than a request can ask for."""
 
 
 def completions(body: bytes) -> list[Completion] | None:
@@ -54,6 +56,9 @@ def completions(body: bytes) -> list[Completion] | None:
         if len(entries) != len(choice.token_ids):
             return None
         message.pop("role", None)
+        calls = message.pop("tool_calls", None) or ()
+        if not 0 <= choice.index < LARGEST or not isinstance(calls, list | tuple):
+            return None
         made.append(
             Completion(
                 index=choice.index,
@@ -61,7 +66,7 @@ def completions(body: bytes) -> list[Completion] | None:
                 completion_ids=choice.token_ids,
                 logprobs=tuple([entry.logprob for entry in entries]),
                 text=message.pop("content", None) or "",
-                tool_calls=tuple(message.pop("tool_calls", None) or ()),
+                tool_calls=tuple(calls),
                 finish_reason=choice.finish_reason,
                 extra=message,
                 usage=None if i else reply.usage or None,

@@ -19,7 +19,7 @@ from ..codec import decode, encode
 from ..errors import ConfigError, EngineError
 from . import replies
 from .engine import Chunk, Completion, Passed, Request, RequestRefused
-from .events import Merger, events, tokens
+from .events import Merger, end_of, events, place, tokens
 from .http import HttpClient, HttpError, HttpTimeout, Reply
 
 _KEPT_HEADERS = ("retry-after", "x-request-id")
@@ -119,7 +119,7 @@ class UpstreamEngine:
             data = decode(response.body)
             prompt_ids, usage = data.get("prompt_token_ids"), data.get("usage") or None
             made = [_completion(choice, prompt_ids, request, None if i else usage) for i, choice in enumerate(data["choices"])]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise EngineError(f"{self.base_url} sent a reply that is no chat completion: {type(error).__name__}: {error}") from error
         if not any(c.prompt_ids for c in made):
             made = [replace(c, completion_ids=(), logprobs=()) for c in made]
@@ -271,13 +271,13 @@ def _completion(
         message = {"content": choice["text"], **{key: choice[key] for key in ("stop_reason", "prompt_logprobs") if key in choice}}
     ids, logprobs, entries = tokens(choice, request)
     return Completion(
-        index=choice["index"],
+        index=place(choice),
         prompt_ids=tuple(prompt_ids or choice.get("prompt_token_ids") or ()),
         completion_ids=tuple(ids),
         logprobs=tuple(logprobs),
         text=message.pop("content", None) or "",
         tool_calls=tuple(message.pop("tool_calls", None) or ()),
-        finish_reason=choice.get("finish_reason") or "stop",
+        finish_reason=end_of(choice) or "stop",
         content_logprobs=entries if request.top_logprobs is not None else None,
         extra=message,
         usage=usage,

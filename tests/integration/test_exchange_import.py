@@ -25,6 +25,7 @@ from mappa_graph.commands import importing
 from mappa_graph.errors import ConfigError
 from mappa_graph.exchange.files import FileSource
 from mappa_graph.exchange.importer import import_traces
+from mappa_graph.exchange.keeper import Keeper
 from mappa_graph.exchange.langsmith import LangSmithSource
 from mappa_graph.exchange.spans import ImportProblem
 from mappa_graph.gateway import Gateway
@@ -193,6 +194,26 @@ def test_a_chat_whose_middle_was_edited_replaces_the_first_and_takes_away_the_sc
     rows[70] = chat(70) | {"messages": chat(70)["messages"][:3]}
     said = command("import", str(write(path, rows)), "--into", str(run))
     assert "1 updated" in said and len({t.episode.id: t for t in stored(run)}["chat 70"].actions) == 1
+
+
+def test_scores_of_changed_words_go_though_the_import_that_brought_them_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, row = tmp_path / "run", chat(1)
+    path = write(tmp_path / "c.jsonl", [row])
+    command("import", str(path), "--into", str(run))
+    with TraceStore(run / "trace.db") as store:
+        (trace,) = store.traces()
+        store.add_verdicts(trace.episode.id, {a.id: Verdict(8.0) for a in trace.actions})
+    row["messages"][1]["content"] = "5 + 3?"
+    write(path, [row])
+    with monkeypatch.context() as cut:
+        cut.setattr(Keeper, "_unscore", lambda self, traces: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            import_traces(FileSource(path, run), run)
+    command("import", str(path), "--into", str(run))
+    (trace,) = stored(run)
+    assert trace.actions[0].messages[1]["content"] == "5 + 3?" and not trace.verdicts
 
 
 def test_scores_stay_where_a_trace_comes_again_with_the_same_words(tmp_path: Path) -> None:

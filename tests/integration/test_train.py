@@ -136,6 +136,12 @@ def test_other_settings_in_the_same_folder_are_refused(done, model):
         train(team(), settings(done[0], model, train={"iterations": 3, "lr": 0.5}))
 
 
+def test_settings_of_an_attempt_that_made_nothing_do_not_stand_in_the_way(model, tmp_path):
+    with pytest.raises(ConfigError, match="no model folder"):
+        train(team(), settings(tmp_path / "run", tmp_path / "nowhere" / "at all", train={"iterations": 0}))
+    assert train(team(), settings(tmp_path / "run", model, train={"iterations": 0}))["iterations"] == 0
+
+
 class Silent:
     """A coach that has no verdict on anything."""
 

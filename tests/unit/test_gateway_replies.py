@@ -9,6 +9,7 @@ import pytest
 
 from mappa_graph.codec import decode
 from mappa_graph.gateway.engine import Request
+from mappa_graph.gateway.events import Merger
 from mappa_graph.gateway.replies import completions
 from mappa_graph.gateway.upstream import _completion
 
@@ -58,6 +59,9 @@ def _changed(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
         (("choices", 0, "finish_reason"), "content_filter"),
         (("choices", 0, "message"), None),
         (("choices", 0, "index"), "0"),
+        (("choices", 0, "index"), 2**70),
+        (("choices", 0, "index"), -1),
+        (("choices", 0, "message", "tool_calls"), 5),
     ],
 )
 def test_what_is_in_another_shape_is_left_to_the_general_reader(path: tuple[Any, ...], value: Any) -> None:
@@ -73,3 +77,14 @@ def test_a_lone_surrogate_is_read_by_one_of_the_two() -> None:
     body = json.dumps(reply()).replace("text 0", "\\ud800").encode()
     quick = completions(body)
     assert (quick[0].text if quick is not None else decode(body)["choices"][0]["message"]["content"]) == "\ud800"
+
+
+@pytest.mark.parametrize(
+    "choice", [{"index": 2**70}, {"index": [0]}, {"index": None}, {"index": True}, {"index": 0, "finish_reason": ["stop"]}]
+)
+def test_the_general_reader_refuses_what_would_fail_in_the_store_with_others_beside_it(choice: dict[str, Any]) -> None:
+    whole = {**reply()["choices"][0], **choice}
+    with pytest.raises(ValueError, match=r"index|finish_reason"):
+        _completion(whole, [1], CHAT, None)
+    with pytest.raises(ValueError, match=r"index|finish_reason"):
+        Merger(CHAT).chunks([json.dumps({"choices": [{**whole, "delta": {"content": "a"}}]}).encode()])

@@ -230,6 +230,8 @@ def test_samples_that_cannot_be_trained_on_are_named(base):
         trainer.update([Sample("x", "ghost", "e", "1", (1,), (2,), (-1.0,), ret=0.1)])
     with pytest.raises(TrainerError, match=r"token id beyond the 259"):
         trainer.update([Sample("a", "a", "e", "1", (1,), (259,), (-1.0,), ret=0.1)])
+    with pytest.raises(TrainerError, match=r"token id beyond the 259"):
+        trainer.update([Sample("a", "a", "e", "1", (1, -1), (2,), (-1.0,), ret=0.1)])
     with pytest.raises(TrainerError, match="2 log-probs for 1"):
         Sample("a", "a", "e", "1", (1,), (2,), (-1.0, -1.0), ret=0.1)
     with pytest.raises(TrainerError, match="return 7"):

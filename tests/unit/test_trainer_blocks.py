@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 
-from mappa_graph.trainers import packing
+from mappa_graph.trainers import ReinforceTrainer, Sample, TrainerSettings, packing
 from mappa_graph.trainers.attention import rows_attention
 from mappa_graph.trainers.packing import tree_packs
 from tests.fakes.batches import random_samples
+from tests.fakes.tinymodel import make_tiny_model
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 8
 
@@ -84,3 +85,35 @@ def test_half_precision_is_as_good_as_that_of_rows_without_blocks(monkeypatch):
     assert outs["split"].dtype == torch.bfloat16
     errors = {name: float((out.double() - exact).abs().max()) for name, out in outs.items()}
     assert errors["split"] <= 1.5 * errors["rows"] + 1e-3, errors
+
+
+def test_autocast_which_leaves_queries_and_keys_in_full_precision_and_values_of_another_width(monkeypatch):
+    samples = random_samples(2, agents={"a": "a"}, count=16)
+    packs = {}
+    for name, pairs in (("rows", 1 << 40), ("split", 1)):
+        monkeypatch.setattr(packing, "BLOCK_PAIRS", pairs)
+        (packs[name],) = tree_packs(samples, 1 << 20)
+    tokens = packs["split"].tokens
+    q, k, v = (torch.randn(1, n, tokens, WIDTH) for n in (HEADS, KV_HEADS, KV_HEADS))
+    out = rows_attention(None, q, k, v.bfloat16(), None, rows=packs["split"].rows)[0]
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(
+        out.double(), dense(q.double(), k.double(), v.double(), packs["split"].rows, WIDTH**-0.5), rtol=0.05, atol=0.05
+    )
+    narrow = torch.randn(1, KV_HEADS, tokens, WIDTH // 2)
+    split, rows = (rows_attention(None, q, k, narrow, None, rows=packs[name].rows)[0] for name in ("split", "rows"))
+    torch.testing.assert_close(split, rows)
+
+
+def test_a_trainer_in_half_precision_takes_a_step_on_long_shared_prefixes(tmp_path):
+    model = make_tiny_model(tmp_path / "model", 0, max_positions=512)
+    prompt = tuple(5 + i % 200 for i in range(300))
+    samples = [Sample("a", "a", "e", str(i), prompt, tuple(range(9 + i, 21 + i)), (-5.0,) * 12, ret=i / 8) for i in range(8)]
+    (pack,) = tree_packs(samples, 1 << 20)
+    assert pack.rows.split is not None
+    norms = {}
+    for dtype in ("float32", "bfloat16"):
+        trainer = ReinforceTrainer({"a": model}, TrainerSettings(beta=0.0, lr=1e-4, dtype=dtype))
+        assert trainer.learner("a").tree
+        norms[dtype] = trainer.update(samples).policies["a"]["grad_norm"]
+    assert norms["bfloat16"] == pytest.approx(norms["float32"], rel=0.1)

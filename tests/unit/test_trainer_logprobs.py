@@ -94,3 +94,26 @@ def test_a_model_with_learned_positions_takes_rows_too():
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=60, n_positions=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
     assert prepare(GPT2LMHeadModel(config).eval(), "p")
+
+
+@pytest.mark.parametrize("size", [1 << 24, 64])
+def test_the_gradient_of_confident_tokens_survives_half_precision(size):
+    """Of a token with probability p there is `1 - p` to learn, which half precision can't tell from 0 beside p."""
+    torch.manual_seed(0)
+    weight = torch.eye(32) + 0.05 * torch.randn(32, 32)
+    hidden = 9.0 * (torch.eye(32)[:24] + 0.05 * torch.randn(24, 32))
+    target = torch.arange(24)
+    grads = {}
+    for half in (False, True):
+        head = torch.nn.Linear(32, 32, bias=True)
+        with torch.no_grad():
+            head.weight.copy_(weight)
+            head.bias.zero_()
+        seen = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            logprobs, _ = head_logprobs(head, seen, target, torch.ones(24), chunk=size * 32 if size == 64 else size)
+        assert logprobs.exp().mean() > 0.99
+        logprobs.sum().backward()
+        grads[half] = (seen.grad, head.weight.grad, head.bias.grad)
+    for full, rough in zip(grads[False], grads[True], strict=True):
+        assert (full - rough).norm() < 0.1 * full.norm()

@@ -52,3 +52,16 @@ def test_other_dtypes_and_autocast_stay_with_the_modules_own_forward():
     assert torch.equal(module(x.bfloat16()), own(x.bfloat16()))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(x), own(x))
+
+
+def test_a_copy_computes_with_its_own_weight_and_a_hooked_module_keeps_its_hook():
+    module = torch.nn.Sequential(LlamaRMSNorm(8))
+    assert quicken_norms(module) == 1 and quicken_norms(module) == 0
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    x = torch.randn(2, 8)
+    assert not other(x).any() and module(x).any()
+    hooked = LlamaRMSNorm(8)
+    hooked.forward = lambda hidden: hidden
+    assert quicken_norms(torch.nn.Sequential(hooked)) == 0 and torch.equal(hooked(x), x)

@@ -105,8 +105,9 @@ def _prepare(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
     note = folder / ASKED
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not note.exists():
-            if (folder / "checkpoints").exists() or (folder / "trace.db").exists():
+        begun = (folder / "checkpoints").exists() or (folder / "trace.db").exists()
+        if not (note.exists() and begun):  # a note alone is of an attempt that failed before anything was made
+            if begun:
                 raise ConfigError(f"{folder} holds another run", hint="give another folder: --run FOLDER")
             write_aside(note, json.dumps(asked, indent=1) + "\n")
         before = json.loads(note.read_text(encoding="utf-8"))
