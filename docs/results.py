@@ -66,8 +66,9 @@ shares that base on one vLLM server, an adapter of rank 16 each, and is trained 
 (learning rate {lr:g}); each new adapter is swapped into the running server. {heldout} held-out tasks, sampled at 0.6, with the 95%
 Wilson interval. The engine's log-probs and the trainer's differed by {mismatch:.0e} nats on average in the worst iteration.
 """
-SMOLLM2_READING = """One seed of each. The control was interrupted and continued, partly beside other work: its time says little. As with the tiny
-model, the coach's scores teach only where they are the right ones: the same scores, shuffled, leave nothing of what the team could do.
+SMOLLM2_READING = """
+One seed of each. The control was interrupted and continued, partly beside other work: its time says little. As with the tiny model,
+the coach's scores teach only where they are the right ones: the same scores, shuffled, leave nothing of what the team could do.
 """
 SMOLLM2_ARMS = {"mappa": "MAPPA", "shuffled": "scores shuffled"}
 ROOT = Path(__file__).parents[1]
@@ -209,9 +210,8 @@ def smollm2() -> str:
         mismatch=max(run["mismatch_abs"] for run in found["runs"]),
     )
     table = ["| | before | after | points | time |", "|---|---|---|---|---|", *rows]
-    return "\n".join(
-        [head, *table, "", "Rollout accuracy on the training tasks, iteration by iteration:", "", *curves, "", SMOLLM2_READING]
-    )
+    told = ["", "Rollout accuracy on the training tasks, iteration by iteration:", "", *curves, SMOLLM2_READING]
+    return "\n".join([head, *table, *told])
 
 
 def in_a_process(item: str) -> None:

@@ -59,7 +59,7 @@ def test_what_is_allowed_in_place_of_an_infinity_is_said():
         "train.gamma=.nan": "train.gamma: must be a finite number at least 0 and at most 1, not nan",
         "train.lr=.inf": "train.lr: must be a finite number above 0, not inf",
         "train.iterations=.inf": "train.iterations: must be a finite number at least 0, not inf",
-        "train.lora.alpha=.inf": "config with --set: 1 setting(s) can't be used:\n  train.lora.alpha: must be a finite number above 0, not inf",
+        "train.lora.alpha=.inf": "--set: 1 setting(s) can't be used:\n  train.lora.alpha: must be a finite number above 0, not inf",
         "coach.timeout_s=inf": "coach.timeout_s: must be a finite number above 0, not 'inf'",
     }
     for override, line in said.items():
