@@ -17,6 +17,8 @@ All of it was tried on CPUs with gloo; the paths of CUDA and NCCL are the same c
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import signal
@@ -105,10 +107,18 @@ def join() -> int:
         return 0
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=_IDLE)
+        atexit.register(_leave)
         # A Trainer or a server that this process runs for itself must not take the other processes for its own.
         for name in [n for n in os.environ if n in _HIDDEN or n.startswith(_HIDDEN_PREFIXES)]:
             del os.environ[name]
     return dist.get_rank()
+
+
+def _leave() -> None:
+    """Ends what talks to the other processes while the interpreter is whole: its threads must not be found running at the very end."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def serves() -> bool:
@@ -302,6 +312,13 @@ def main() -> None:
         from mappa_graph.cli import main as command_line
 
         command_line(sys.argv[1:])
+        return
+    # Nothing is left to do but to end, which now and then aborts: C++ threads of the process group that nobody has joined.
+    _leave()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

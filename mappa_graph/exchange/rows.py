@@ -68,9 +68,10 @@ class Rows:
                 row = self._db.execute("SELECT fingerprint, done, phase, counts FROM state").fetchone()
             except sqlite3.DatabaseError:
                 self._anew()  # an empty file, or one that a power cut spoiled
-            if row is not None and row[0] != fingerprint:
-                self._anew()
-                row = None
+            else:
+                if row is None or row[0] != fingerprint:  # without a row: killed while it was made
+                    self._anew()
+                    row = None
             if row is None:
                 self._db.executescript(_TABLES)
                 self._db.execute("INSERT INTO state VALUES (0, ?, 0, 0, '{}')", (fingerprint,))

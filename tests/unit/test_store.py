@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from mappa_graph import writer
 from mappa_graph.errors import StoreError
 from mappa_graph.record import (
     Action,
@@ -346,7 +347,9 @@ async def test_loops_in_several_threads_share_a_store(store: TraceStore) -> None
     assert store.counts()["calls"] == 4 * 40 * 3
 
 
-async def test_the_log_begins_anew_however_long_calls_come(store: TraceStore) -> None:
+async def test_the_log_begins_anew_however_long_calls_come(store: TraceStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_CHECKPOINT", "_ANEW", "_MOST"):
+        monkeypatch.setattr(writer, name, getattr(writer, name) // 4)
     big = call(prompt_ids=tuple(range(20_000)))
     for i in range(1000):
         await asyncio.gather(*(store.aadd_calls([replace(big, id=f"c{i}-{j}")]) for j in range(2)))
