@@ -111,7 +111,7 @@ class _Linear(torch.autograd.Function):
         hidden, weight, bias, target, temperature, total = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.empty_like(weight) if needs_weight else None
+        d_weight = None if not needs_weight else torch.empty_like(weight) if len(hidden) else torch.zeros_like(weight)
         d_bias = torch.zeros_like(bias) if needs_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(len(hidden), ctx.size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -227,6 +228,19 @@ def test_a_complete_run_trains_nothing_again_and_other_settings_are_refused(
         train_offline(traces, tmp_path / "run", {"lr": 1e-2}, models=str(model))
     with pytest.raises(ConfigError, match="with other settings: agents"):
         train_offline(traces, tmp_path / "run", {"lr": 1e-3}, models=str(model), agents=["editor"])
+
+
+def test_settings_alone_do_not_stand_in_the_way_and_with_a_part_that_was_made_they_do(traces: Path, model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError):
+        train_offline(traces, run, {"lr": 1e-3}, models=str(tmp_path / "nowhere" / "at all"))
+    train_offline(traces, run, {"method": "sft", "lr": 1e-3}, models=str(model), agents=["editor"])
+    for name in ("checkpoints", "summary.json"):  # as a kill would leave it between two policies
+        place = run / name
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    (run / "parts" / "drafter").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(ConfigError, match="with other settings: lr"):
+        train_offline(traces, run, {"method": "sft", "lr": 1e-2}, models=str(model), agents=["editor"])
 
 
 def test_a_training_that_diverges_is_said_and_leaves_no_checkpoint(traces: Path, model: Path, tmp_path: Path) -> None:

@@ -105,10 +105,10 @@ def _prepare(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
     note = folder / ASKED
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        begun = (folder / "checkpoints").exists() or (folder / "trace.db").exists()
-        if not (note.exists() and begun):  # a note alone is of an attempt that failed before anything was made
-            if begun:
-                raise ConfigError(f"{folder} holds another run", hint="give another folder: --run FOLDER")
+        if not note.exists() and ((folder / "checkpoints").exists() or (folder / "trace.db").exists()):
+            raise ConfigError(f"{folder} holds another run", hint="give another folder: --run FOLDER")
+        # A note alone is of an attempt that failed before anything was made.
+        if not note.exists() or [path.name for path in folder.iterdir()] == [ASKED]:
             write_aside(note, json.dumps(asked, indent=1) + "\n")
         before = json.loads(note.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
